@@ -1,0 +1,56 @@
+"""csa-dispatch: one ``attention()`` call for compressed sparse attention, on any machine."""
+
+from .api import attention
+from .backend import Availability, Backend
+from .call import Call, Gradients, Kind, TokenBounds, token_bounds
+from .call_spec import CallSpec
+from .capabilities import ANY, FALSE, Allowed, Between, Capabilities, OneOf
+from .explain import describe_call, explain
+from .forcing import use_backend
+from .plan import Plan, resolve
+from .policy import Policy, load_policy, use_policy
+from .reasons import BackendRefused, Reason
+from .receipts import Receipt, record_receipts, report, reset_report
+from .registry import backends, register_backend, unregister_backend
+from .routing import Decision, FallbackWarning
+from .settings import reload_settings
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ANY",
+    "FALSE",
+    "Allowed",
+    "Availability",
+    "Backend",
+    "BackendRefused",
+    "Between",
+    "Call",
+    "CallSpec",
+    "Capabilities",
+    "Decision",
+    "FallbackWarning",
+    "Gradients",
+    "Kind",
+    "OneOf",
+    "Plan",
+    "Policy",
+    "Reason",
+    "Receipt",
+    "TokenBounds",
+    "attention",
+    "backends",
+    "describe_call",
+    "explain",
+    "load_policy",
+    "record_receipts",
+    "register_backend",
+    "reload_settings",
+    "report",
+    "reset_report",
+    "resolve",
+    "token_bounds",
+    "unregister_backend",
+    "use_backend",
+    "use_policy",
+]

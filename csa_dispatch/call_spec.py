@@ -1,0 +1,155 @@
+"""CallSpec: a call without its data, the key of every routing decision."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .call import Call, Kind
+
+GRADIENT_INPUTS = ("query", "local_kv", "sparse_kv", "attention_sink")
+
+
+class CallSpec(NamedTuple):
+    """Frozen, hashable, picklable description of a call.
+
+    Built from real, meta or fake tensors, or by hand (every field has a default), so that
+    routing can be asked about hardware that is not here.
+
+    Attributes:
+        kind: window, gather or dense-compressed.
+        dtype: the query's dtype name without ``torch.``, e.g. ``"bfloat16"``.
+        device_type: ``"cuda"``, ``"cpu"``, ``"meta"``...
+        capability: CUDA compute capability as ``major * 10 + minor`` of the tensors' own
+            device, None off CUDA.
+        batch, heads, kv_heads, tokens, head_dim: B, H, G, T, D.
+        pool: S, rows of ``sparse_kv`` (0 for the window kind).
+        slots: K, ``kv_indices.shape[-1]`` (0 unless gather).
+        window: W, the sliding window size.
+        compress_ratio: tokens per pool entry, 0 unless dense-compressed.
+        index_dtype: ``"int32"``, ``"int64"`` or ``"none"``.
+        sink: dtype name of the attention sink, or ``"none"``.
+        documents: ``"none"``, ``"cu_seqlens"`` or ``"doc_ids"``.
+        strides: of query and KV: ``"aligned"`` when the last dimension is contiguous and every
+            row starts on 16 bytes, ``"unit"`` when it is only contiguous, else ``"any"``.
+        needs_grad: which of query, local_kv, sparse_kv, attention_sink need gradients.
+        deterministic: torch's deterministic algorithms are on.
+        tracing: the call is traced by torch.compile, fake tensors or a dispatch mode.
+    """
+
+    kind: Kind = Kind.GATHER
+    dtype: str = "bfloat16"
+    device_type: str = "cpu"
+    capability: int | None = None
+    batch: int = 1
+    heads: int = 64
+    kv_heads: int = 1
+    tokens: int = 4096
+    head_dim: int = 512
+    pool: int = 1024
+    slots: int = 512
+    window: int = 128
+    compress_ratio: int = 0
+    index_dtype: str = "int32"
+    sink: str = "float32"
+    documents: str = "none"
+    strides: str = "aligned"
+    needs_grad: tuple[bool, bool, bool, bool] = (False, False, False, False)
+    deterministic: bool = False
+    tracing: bool = False
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether any input needs a gradient."""
+        return any(self.needs_grad)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+@lru_cache(maxsize=64)
+def device_capability(device: torch.device) -> int | None:
+    """``major * 10 + minor`` of a CUDA device, None for other devices or without a driver."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    try:
+        major, minor = torch.cuda.get_device_capability(device)
+    except (RuntimeError, AssertionError):
+        return None  # a fake CUDA tensor on a machine without a GPU
+    return major * 10 + minor
+
+
+def stride_class(*tensors: Tensor | None) -> str:
+    """The ``strides`` field of CallSpec for these tensors."""
+    found = "aligned"
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        strides, shape, size = tensor.stride(), tensor.shape, tensor.element_size()
+        if strides[-1] != 1 and shape[-1] > 1:
+            return "any"
+        rows = zip(strides[:-1], shape[:-1], strict=True)
+        # Fake tensors have no address; their storage offset stands for it.
+        start = tensor.storage_offset() * size if tensor.is_meta else _address(tensor)
+        if start % 16 or any(count > 1 and stride * size % 16 for stride, count in rows):
+            found = "unit"
+    return found
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return tensor.storage_offset() * tensor.element_size()
+
+
+def spec_of(
+    call: Call, needs_grad: tuple[bool, bool, bool, bool], *, tracing: bool = False
+) -> CallSpec:
+    """The CallSpec of a validated call, from its metadata alone."""
+    query, sparse_kv, kv_indices = call.query, call.sparse_kv, call.kv_indices
+    batch, heads, tokens, head_dim = query.shape
+    documents = "none"
+    if call.cu_seqlens is not None:
+        documents = "cu_seqlens"
+    elif call.doc_ids is not None:
+        documents = "doc_ids"
+    sink = call.attention_sink
+    return CallSpec(
+        kind=call.kind,
+        dtype=_name(query.dtype),
+        device_type=query.device.type,
+        capability=device_capability(query.device),
+        batch=batch,
+        heads=heads,
+        kv_heads=call.local_kv.shape[1],
+        tokens=tokens,
+        head_dim=head_dim,
+        pool=0 if sparse_kv is None else sparse_kv.shape[2],
+        slots=0 if kv_indices is None else kv_indices.shape[2],
+        window=call.sliding_window_size,
+        compress_ratio=call.compress_ratio or 0,
+        index_dtype="none" if kv_indices is None else _name(kv_indices.dtype),
+        sink="none" if sink is None else _name(sink.dtype),
+        documents=documents,
+        strides=stride_class(query, call.local_kv, sparse_kv),
+        needs_grad=needs_grad,
+        deterministic=deterministic_mode(),
+        tracing=tracing,
+    )
+
+
+def deterministic_mode() -> bool:
+    """Whether torch insists on deterministic algorithms (``warn_only`` does not insist)."""
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

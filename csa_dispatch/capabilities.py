@@ -1,0 +1,170 @@
+"""Capabilities: a backend's one declarative statement of what it supports.
+
+The statement has four uses: the run-time check (``reasons``), the support matrix in the docs
+(``describe``), the generated parity cases (``inside``) and the boundary cases just outside each
+claim, which must be refused (``outside``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Protocol, runtime_checkable
+
+from .call_spec import CallSpec
+from .reasons import Reason
+
+
+@runtime_checkable
+class Allowed(Protocol):
+    """The set of values a backend supports for one CallSpec field."""
+
+    def __contains__(self, value: object) -> bool: ...
+
+    def describe(self) -> str:
+        """The set in words, for Reasons and the support table."""
+        ...
+
+    def inside(self) -> tuple[object, ...]:
+        """Values worth testing that are supported; empty when the set does not bound them."""
+        ...
+
+    def outside(self) -> tuple[object, ...]:
+        """Values just outside the set, which must be refused."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A finite set of values; ``others`` are known values outside it."""
+
+    values: tuple[object, ...]
+    others: tuple[object, ...] = ()
+
+    def __contains__(self, value: object) -> bool:
+        return value in self.values
+
+    def describe(self) -> str:
+        return " or ".join(str(getattr(value, "value", value)) for value in self.values)
+
+    def inside(self) -> tuple[object, ...]:
+        return self.values
+
+    def outside(self) -> tuple[object, ...]:
+        return self.others
+
+
+@dataclass(frozen=True)
+class Between:
+    """Whole numbers from ``low`` to ``high``, both included, that ``multiple_of`` divides."""
+
+    low: int = 0
+    high: int | None = None
+    multiple_of: int = 1
+
+    def __contains__(self, value: object) -> bool:
+        return (
+            isinstance(value, int)
+            and value >= self.low
+            and (self.high is None or value <= self.high)
+            and value % self.multiple_of == 0
+        )
+
+    def describe(self) -> str:
+        span = f"at least {self.low}" if self.high is None else f"{self.low} to {self.high}"
+        return span if self.multiple_of == 1 else f"{span}, a multiple of {self.multiple_of}"
+
+    def inside(self) -> tuple[object, ...]:
+        first = -(-self.low // self.multiple_of) * self.multiple_of
+        values = [first, first + self.multiple_of]
+        if self.high is not None:
+            values.append(self.high // self.multiple_of * self.multiple_of)
+        return tuple(sorted({value for value in values if value in self}))
+
+    def outside(self) -> tuple[object, ...]:
+        values = [self.low - 1] if self.low > 0 else []
+        if self.high is not None:
+            values.append(self.high + 1)
+        if self.multiple_of > 1:
+            values.append(self.low + self.multiple_of - 1)
+        return tuple(value for value in values if value >= 0 and value not in self)
+
+
+@dataclass(frozen=True)
+class AnyValue:
+    """No bound."""
+
+    def __contains__(self, value: object) -> bool:
+        return True
+
+    def describe(self) -> str:
+        return "any"
+
+    def inside(self) -> tuple[object, ...]:
+        return ()
+
+    def outside(self) -> tuple[object, ...]:
+        return ()
+
+
+ANY = AnyValue()
+FALSE = OneOf((False,), others=(True,))
+
+Predicate = Callable[[CallSpec], Reason | None]
+"""A constraint no table can state: returns a Reason, or None when the call fits."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What one direction (forward or backward) of a backend supports.
+
+    Each field bounds the CallSpec field of the same name. ``remedies`` maps a field to advice
+    shown in its Reason. ``predicates`` are small named functions for constraints that combine
+    fields; each has a docstring that states the constraint, used in the support table.
+    """
+
+    kind: Allowed = ANY
+    dtype: Allowed = ANY
+    device_type: Allowed = ANY
+    capability: Allowed = ANY
+    batch: Allowed = ANY
+    heads: Allowed = ANY
+    kv_heads: Allowed = ANY
+    tokens: Allowed = ANY
+    head_dim: Allowed = ANY
+    pool: Allowed = ANY
+    slots: Allowed = ANY
+    window: Allowed = ANY
+    compress_ratio: Allowed = ANY
+    index_dtype: Allowed = ANY
+    sink: Allowed = ANY
+    documents: Allowed = ANY
+    strides: Allowed = ANY
+    deterministic: Allowed = ANY
+    tracing: Allowed = ANY
+    predicates: tuple[Predicate, ...] = ()
+    remedies: tuple[tuple[str, str], ...] = ()
+
+    def bounds(self) -> dict[str, Allowed]:
+        """The fields this statement bounds, in CallSpec order."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in ("predicates", "remedies")
+            and not isinstance(getattr(self, field.name), AnyValue)
+        }
+
+    def reasons(self, spec: CallSpec) -> tuple[Reason, ...]:
+        """Every constraint ``spec`` does not meet; empty when it is supported."""
+        remedies = dict(self.remedies)
+        found: list[Reason] = []
+        for name, allowed in self.bounds().items():
+            value = getattr(spec, name)
+            if value not in allowed:
+                actual = str(getattr(value, "value", value))
+                found.append(Reason(name, actual, allowed.describe(), remedies.get(name, "")))
+        for predicate in self.predicates:
+            reason = predicate(spec)
+            if reason is not None:
+                found.append(reason)
+        return tuple(found)

@@ -1,0 +1,113 @@
+"""``explain()``: the Decision for a call or a description of one, on this or any hardware."""
+
+from __future__ import annotations
+
+import re
+
+from torch import Tensor
+
+from .autograd import needs_of
+from .call_spec import CallSpec, spec_of
+from .forcing import forced_by
+from .policy import current_policy
+from .prepared import Arguments, checked_call, is_plain
+from .routing import Decision, decide
+from .settings import settings
+
+
+def parse_device(device: str) -> tuple[str, int | None]:
+    """``("cuda", 103)`` for "sm_103" (a suffix letter is ignored), ``("cpu", None)`` for "cpu".
+
+    Raises:
+        ValueError: neither ``sm_<number>`` nor a device type.
+    """
+    match = re.fullmatch(r"sm_?(\d{2,3})[af]?", device)
+    if match:
+        return "cuda", int(match.group(1))
+    if re.fullmatch(r"[a-z]+", device) and device != "cuda":
+        return device, None
+    raise ValueError(
+        f"device is {device!r}; it must be a CUDA architecture such as 'sm_90' or 'sm_103', "
+        "or another device type such as 'cpu'."
+    )
+
+
+def describe_call(
+    query: Tensor,
+    local_kv: Tensor,
+    sparse_kv: Tensor | None = None,
+    kv_indices: Tensor | None = None,
+    attention_sink: Tensor | None = None,
+    *,
+    sliding_window_size: int = 512,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    scale: float | None = None,
+    doc_ids: Tensor | None = None,
+    compress_ratio: int | None = None,
+    layout: str = "BHSD",
+) -> CallSpec:
+    """The CallSpec of ``attention()`` with these arguments, after the same validation.
+
+    Tensors may be real, meta or fake.
+
+    Raises:
+        TypeError, ValueError: as ``attention()``.
+    """
+    arguments = Arguments(
+        query,
+        local_kv,
+        sparse_kv,
+        kv_indices,
+        attention_sink,
+        cu_seqlens,
+        cu_seqlens_k,
+        doc_ids,
+        sliding_window_size,
+        compress_ratio,
+        scale,
+        layout,
+    )
+    call = checked_call(arguments)
+    return spec_of(call, needs_of(call), tracing=not is_plain(arguments))
+
+
+def explain(
+    query: Tensor | CallSpec,
+    *tensors: Tensor | None,
+    device: str | None = None,
+    backend: str | None = None,
+    backward_backend: str | None = None,
+    **arguments: object,
+) -> Decision:
+    """What ``attention()`` would run for these arguments, why, and why not the others.
+
+    Takes ``attention()``'s arguments (real, meta or fake tensors) or a CallSpec. Never runs
+    anything and never raises for a refusal: ``forward`` is None then. Print the result.
+
+    Args:
+        query: the query, or a CallSpec built by hand.
+        tensors: local_kv, sparse_kv, kv_indices, attention_sink, as for ``attention()``.
+        device: ask about other hardware: "sm_103", "sm_90", "cpu". What is installed on this
+            machine does not count then.
+        backend, backward_backend: as for ``attention()``.
+        arguments: ``attention()``'s keyword arguments.
+
+    Raises:
+        TypeError, ValueError: as ``attention()``; or a device that does not parse.
+    """
+    if isinstance(query, CallSpec):
+        if tensors or arguments:
+            extra = ", ".join(arguments) or "tensors"
+            raise TypeError(f"explain(CallSpec) takes no further call arguments; got {extra}.")
+        spec = query
+    else:
+        arguments.pop("return_lse", None)
+        arguments.pop("check_values", None)
+        spec = describe_call(query, *tensors, **arguments)  # pyright: ignore
+    hypothetical = device is not None
+    if device is not None:
+        device_type, capability = parse_device(device)
+        spec = spec._replace(device_type=device_type, capability=capability)
+    forced = forced_by(backend, backward_backend)
+    return decide(spec, forced, current_policy(settings().policy), hypothetical=hypothetical)

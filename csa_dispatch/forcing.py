@@ -1,0 +1,85 @@
+"""Forcing: which backend the caller insists on. Precedence: argument, context, environment."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from .registry import known_backend
+from .settings import settings
+
+
+class Forced(NamedTuple):
+    """Names the caller insists on, and who said so; None leaves the choice to the policy."""
+
+    forward: str | None
+    backward: str | None
+    source: str
+
+
+NOT_FORCED = Forced(None, None, "policy")
+# Innermost first. Leaving a block drops the head, so one use_backend object may be entered by
+# several tasks or threads at once: each sees its own context's stack.
+_context: ContextVar[tuple[Forced, ...]] = ContextVar("csa_dispatch_forced", default=())
+
+
+class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("eager"):`
+    """Run every ``attention()`` in the block on ``name``; nestable, async- and thread-safe.
+
+    Args:
+        name: backend for the forward and, unless ``backward`` names another, the backward.
+            None lifts an outer block's choice of forward.
+        backward: backend for the backward alone.
+
+    The backward of a call made inside the block runs on the backend decided then, wherever
+    ``.backward()`` is called. A call the backend cannot run raises with its Reasons.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+
+    def __init__(self, name: str | None, *, backward: str | None = None) -> None:
+        for source, value in (("use_backend", name), ("use_backend backward", backward)):
+            if value is not None:
+                known_backend(value, source)
+        self._forced = Forced(name, backward, "use_backend")
+
+    def __enter__(self) -> None:
+        _context.set((self._forced, *_context.get()))
+
+    def __exit__(self, *_: object) -> None:
+        _context.set(_context.get()[1:])
+
+
+def forced_by(backend: str | None, backward_backend: str | None) -> Forced:
+    """What is forced for a call with these arguments, the first of the precedence that speaks.
+
+    A level that names a forward also settles the backward; a level that names only a backward
+    leaves the forward to the next level.
+
+    Raises:
+        TypeError, ValueError: an argument or variable that is no known backend's name.
+    """
+    if backend is not None or backward_backend is not None:
+        if backend is not None:
+            known_backend(backend, "backend")
+        if backward_backend is not None:
+            known_backend(backward_backend, "backward_backend")
+        if backend is not None:
+            return Forced(backend, backward_backend, "argument")
+    stack = _context.get()
+    outer = stack[0] if stack else _from_environment()
+    if backward_backend is not None:
+        return Forced(outer.forward, backward_backend, "argument")
+    return outer
+
+
+def _from_environment() -> Forced:
+    known = settings()
+    if known.backend is None and known.backward_backend is None:
+        return NOT_FORCED
+    if known.backend is not None:
+        known_backend(known.backend, "CSA_DISPATCH_BACKEND")
+    if known.backward_backend is not None:
+        known_backend(known.backward_backend, "CSA_DISPATCH_BACKWARD_BACKEND")
+    return Forced(known.backend, known.backward_backend, "environment")

@@ -1,0 +1,186 @@
+"""Plans: a decision a layer resolves once and calls without re-deciding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from .autograd import needs_of
+from .call import Kind
+from .call_spec import CallSpec, spec_of
+from .explain import describe_call, explain
+from .forcing import Forced
+from .layouts import LAYOUTS
+from .policy import Entry
+from .prepared import (
+    Arguments,
+    Prepared,
+    canonical,
+    checked_call,
+    is_plain,
+    run,
+    run_operator,
+    signature,
+)
+from .reasons import BackendRefused, Reason
+from .registry import backends
+from .routing import Decision, entry_reasons
+from .runner import CACHE_SIZE, Runner
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A frozen, picklable choice of backends.
+
+    Call it with ``attention()``'s arguments (less backend and backward_backend). Sizes may
+    differ from ``spec``'s; each new signature is validated and verified against the chosen
+    backends once, never re-decided.
+
+    Attributes:
+        spec: the call it was resolved for.
+        forward, backward: the chosen backends' names.
+        policy, why: where the choice came from.
+        versions: ``{name: version}`` of the chosen backends where it was resolved.
+    """
+
+    spec: CallSpec
+    forward: str
+    backward: str
+    policy: str
+    why: str
+    versions: tuple[tuple[str, str], ...] = ()
+    _prepared: dict[Any, Prepared] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def verify(self, spec: CallSpec | None = None) -> tuple[Reason, ...]:
+        """Why this plan cannot run ``spec`` (its own by default) here; empty when it can."""
+        return entry_reasons(spec or self.spec, Entry(self.forward, self.backward))
+
+    def __call__(
+        self,
+        query: Tensor,
+        local_kv: Tensor,
+        sparse_kv: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+        attention_sink: Tensor | None = None,
+        *,
+        sliding_window_size: int = 512,
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        scale: float | None = None,
+        doc_ids: Tensor | None = None,
+        compress_ratio: int | None = None,
+        layout: str = "BHSD",
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """``attention()`` on this plan's backends.
+
+        Raises:
+            TypeError, ValueError: a bad argument.
+            BackendRefused: the chosen backends cannot run this call here; with Reasons.
+        """
+        arguments = Arguments(
+            query,
+            local_kv,
+            sparse_kv,
+            kv_indices,
+            attention_sink,
+            cu_seqlens,
+            cu_seqlens_k,
+            doc_ids,
+            sliding_window_size,
+            compress_ratio,
+            scale,
+            layout,
+        )
+        if not is_plain(arguments):
+            forced = Forced(self.forward, self.backward, "plan")
+            result = run_operator(arguments, checked_call(arguments), forced)
+            return result if return_lse else result[0]
+        key = signature(arguments)
+        try:
+            prepared = self._prepared.get(key)
+        except TypeError:
+            checked_call(arguments)
+            raise
+        if prepared is None:
+            prepared = self._prepare(arguments, key)
+        result = run(prepared, canonical(arguments, prepared.order, prepared.scale))
+        return result if return_lse else result[0]
+
+    def _prepare(self, arguments: Arguments, key: object) -> Prepared:
+        call = checked_call(arguments)
+        needs = needs_of(call)
+        spec = spec_of(call, needs)
+        reasons = self.verify(spec)
+        if reasons:
+            name = str(Entry(self.forward, self.backward))
+            raise BackendRefused(f"the plan for {name} does not fit this call.", {name: reasons})
+        backward = self.backward if any(needs) else None
+        decision = Decision(spec, self.forward, backward, self.why, self.policy, ())
+        order = LAYOUTS[arguments.layout]
+        prepared = Prepared(order, call.scale, any(needs), Runner(decision), None)
+        if len(self._prepared) >= CACHE_SIZE:
+            self._prepared.clear()
+        self._prepared[key] = prepared
+        return prepared
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_prepared": {}}
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data; ``from_dict`` restores it."""
+        return {
+            "spec": {**self.spec._asdict(), "kind": self.spec.kind.value},
+            "forward": self.forward,
+            "backward": self.backward,
+            "policy": self.policy,
+            "why": self.why,
+            "versions": dict(self.versions),
+        }
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Plan:
+        """A plan from ``to_dict``'s data.
+
+        Raises:
+            ValueError: missing or unknown keys.
+        """
+        try:
+            spec = dict(data["spec"])
+            spec["kind"] = Kind(spec["kind"])
+            spec["needs_grad"] = tuple(spec["needs_grad"])
+            rest = {key: value for key, value in data.items() if key not in ("spec", "versions")}
+            versions = tuple(dict(data["versions"]).items())
+            return Plan(spec=CallSpec(**spec), versions=versions, **rest)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"plan data is malformed: {error}") from None
+
+
+def resolve(
+    query: Tensor | CallSpec,
+    *tensors: Tensor | None,
+    backend: str | None = None,
+    backward_backend: str | None = None,
+    **arguments: object,
+) -> Plan:
+    """Decide once for calls like this one.
+
+    Takes ``attention()``'s arguments or a CallSpec. When no input needs a gradient the plan
+    keeps the chosen forward's own backend for a backward, should one be needed later.
+
+    Raises:
+        TypeError, ValueError: as ``attention()``.
+        BackendRefused: nothing eligible, or the forced backend cannot run it; with Reasons.
+    """
+    spec = query if isinstance(query, CallSpec) else describe_call(query, *tensors, **arguments)  # pyright: ignore
+    decision = explain(spec, backend=backend, backward_backend=backward_backend)
+    if decision.forward is None:
+        raise BackendRefused(f"no plan: {decision.why}.", decision.refused())
+    backward = decision.backward or backward_backend or decision.forward
+    names = dict.fromkeys((decision.forward, backward))
+    versions = tuple((name, backends()[name].availability.version) for name in names)
+    return Plan(spec, decision.forward, backward, decision.policy, decision.why, versions)

@@ -1,0 +1,180 @@
+"""Prepared calls: the checks and choices that depend on metadata alone, made once and cached.
+
+``signature`` is everything validation and routing look at. A signature seen before needs one
+dictionary look-up: that is the whole cost of the dispatcher in a warm loop.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .autograd import AttentionFunction, attention_op, needs_of
+from .call import Call
+from .forcing import Forced
+from .layouts import LAYOUTS, Layout
+from .policy import Policy
+from .runner import Runner
+from .validation import validate
+
+PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # pyright: ignore[reportAttributeAccessIssue]
+_functorch_level = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
+
+
+class Arguments(NamedTuple):
+    """``attention()``'s arguments that say what to compute, as the caller gave them."""
+
+    query: Tensor
+    local_kv: Tensor
+    sparse_kv: Tensor | None
+    kv_indices: Tensor | None
+    attention_sink: Tensor | None
+    cu_seqlens: Tensor | None
+    cu_seqlens_k: Tensor | None
+    doc_ids: Tensor | None
+    sliding_window_size: int
+    compress_ratio: int | None
+    scale: float | None
+    layout: str
+
+
+class Prepared(NamedTuple):
+    """A validated signature bound to the Runner that serves it."""
+
+    order: Layout
+    scale: float
+    differentiable: bool
+    runner: Runner
+    policy: Policy | None
+
+
+def is_plain(arguments: Arguments) -> bool:
+    """Whether the call may skip the operators: plain tensors, eager mode, no dispatch mode."""
+    if torch.compiler.is_compiling() or _dispatch_modes() or _functorch_level() is not None:
+        return False
+    query, local_kv = arguments[:2]
+    if query is None or local_kv is None:
+        return False  # validation says so
+    for value in arguments[:8]:
+        if type(value) not in PLAIN_TYPES:
+            return False
+    return query.layout is torch.strided and not query.is_meta
+
+
+def signature(arguments: Arguments) -> tuple[object, ...]:
+    """A hashable key of all the metadata a plain call's checks and routing depend on.
+
+    Python's ``True == 1 == 1.0`` must not let a bad argument ride on a good one's entry, hence
+    the types beside the scalars. With a bad argument the key may fail to hash; validation then
+    says what is wrong.
+    """
+    window, ratio, scale, layout = arguments[8:]
+    query, local_kv, sparse_kv = arguments[:3]
+    address = query.data_ptr() | local_kv.data_ptr()
+    if sparse_kv is not None:
+        address |= sparse_kv.data_ptr()
+    return (
+        *[
+            None
+            if tensor is None
+            else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+            for tensor in arguments[:8]
+        ],
+        window,
+        type(window),
+        ratio,
+        type(ratio),
+        scale,
+        type(scale),
+        layout,
+        address & 15,
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def checked_call(arguments: Arguments) -> Call:
+    """Validate and view the arguments in canonical order.
+
+    Raises:
+        TypeError, ValueError: see ``csa_dispatch.validation.validate``.
+    """
+    validate(
+        arguments.query,
+        arguments.local_kv,
+        arguments.sparse_kv,
+        arguments.kv_indices,
+        arguments.attention_sink,
+        arguments.sliding_window_size,
+        arguments.cu_seqlens,
+        arguments.cu_seqlens_k,
+        arguments.scale,
+        arguments.doc_ids,
+        arguments.compress_ratio,
+        arguments.layout,
+    )
+    scale = arguments.scale
+    if scale is None:
+        scale = arguments.query.shape[-1] ** -0.5
+    return canonical(arguments, LAYOUTS[arguments.layout], float(scale))
+
+
+def canonical(arguments: Arguments, order: Layout, scale: float) -> Call:
+    """The validated arguments as a Call: views in BHSD order."""
+    (
+        query,
+        local_kv,
+        sparse_kv,
+        kv_indices,
+        attention_sink,
+        cu_seqlens,
+        cu_seqlens_k,
+        doc_ids,
+        window,
+        ratio,
+        _,
+        layout,
+    ) = arguments
+    if layout != "BHSD":
+        query = order.to_query(query)
+        local_kv = order.to_kv(local_kv)
+        sparse_kv = None if sparse_kv is None else order.to_kv(sparse_kv)
+        kv_indices = None if kv_indices is None else order.to_tokens(kv_indices)
+        doc_ids = None if doc_ids is None else order.to_tokens(doc_ids)
+    return Call(
+        query,
+        local_kv,
+        sparse_kv,
+        kv_indices,
+        attention_sink,
+        cu_seqlens,
+        cu_seqlens_k,
+        doc_ids,
+        window,
+        ratio,
+        scale,
+    )
+
+
+def run(prepared: Prepared, call: Call) -> tuple[Tensor, Tensor]:
+    """Run a plain call; the results are in the caller's layout."""
+    if prepared.differentiable:
+        output, lse = AttentionFunction.apply(  # pyright: ignore[reportGeneralTypeIssues]
+            call.query, call.local_kv, call.sparse_kv, call.attention_sink, call, prepared.runner
+        )
+    else:
+        output, lse = prepared.runner.forward(call)
+    return prepared.order.from_output(output), prepared.order.from_lse(lse)
+
+
+def run_operator(arguments: Arguments, call: Call, forced: Forced) -> tuple[Tensor, Tensor]:
+    """Run a call through the opaque operators, which route when they run."""
+    output, lse = attention_op(
+        *call, list(needs_of(call)), forced.forward or "", forced.backward or ""
+    )
+    order = LAYOUTS[arguments.layout]
+    return order.from_output(output), order.from_lse(lse)

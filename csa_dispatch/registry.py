@@ -1,0 +1,156 @@
+"""Registry: every backend that is installed or registered, and why the others are not here.
+
+In-tree backends come through the same entry-point group as anyone's. A plug-in that fails to
+import, or that is not a backend, becomes a row with its reason, never an import error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import threading
+from importlib import metadata
+from typing import NamedTuple
+
+from .backend import ENTRY_POINT_GROUP, Availability, Backend
+from .generation import advance
+from .reasons import Reason
+
+
+class Row(NamedTuple):
+    """One backend the process knows.
+
+    Attributes:
+        name: what forces it.
+        backend: the plug-in, or None when it could not be loaded.
+        availability: its version, or why it cannot run here.
+        origin: the entry point's value, or "register_backend".
+    """
+
+    name: str
+    backend: Backend | None
+    availability: Availability
+    origin: str
+
+    @property
+    def available(self) -> bool:
+        return self.backend is not None and self.availability.reason is None
+
+
+_lock = threading.RLock()
+_rows: dict[str, Row] | None = None
+
+
+def _broken(name: str, origin: str, actual: str, remedy: str) -> Row:
+    reason = Reason("availability", actual, "a loadable backend plug-in", remedy)
+    return Row(name, None, Availability("", reason), origin)
+
+
+def _describe(error: BaseException) -> str:
+    return f"broken ({type(error).__name__}: {' '.join(str(error).split())})"
+
+
+def _check(name: str, value: object, origin: str) -> Row:
+    """A row for a loaded plug-in object, probed."""
+    if not isinstance(value, Backend):
+        actual = f"a {type(value).__name__}, not a csa_dispatch.Backend"
+        return _broken(name, origin, actual, "Point the entry point at a Backend instance.")
+    for attribute in ("name", "forward_capabilities"):
+        if not hasattr(value, attribute):
+            return _broken(name, origin, f"without {attribute}", "Set it on the class.")
+    if value.name != name:
+        return _broken(name, origin, f"called {value.name!r}", "Give both the same name.")
+    try:
+        availability = value.probe()
+    except Exception as error:
+        return _broken(name, origin, _describe(error), "Its probe() must not raise.")
+    return Row(name, value, availability, origin)
+
+
+def _load(entry_point: metadata.EntryPoint) -> Row:
+    try:
+        value = entry_point.load()
+    except (Exception, SystemExit) as error:
+        remedy = f"Repair or uninstall the package that provides {entry_point.value}."
+        return _broken(entry_point.name, entry_point.value, _describe(error), remedy)
+    return _check(entry_point.name, value, entry_point.value)
+
+
+def _discover() -> dict[str, Row]:
+    found: dict[str, Row] = {}
+    points = list(metadata.entry_points(group=ENTRY_POINT_GROUP))
+    # Ours first, so that a stranger's package cannot take an in-tree name.
+    points.sort(key=lambda point: (not point.value.startswith("csa_backend_"), point.name))
+    for point in points:
+        if point.name in found:
+            if found[point.name].origin != point.value:
+                name = f"{point.name} ({point.value})"
+                found[name] = _broken(name, point.value, "a name already taken", "Rename it.")
+            continue
+        found[point.name] = _load(point)
+    return found
+
+
+def backends() -> dict[str, Row]:
+    """Every known backend by name, loaded and probed on first use."""
+    global _rows
+    if _rows is None:
+        with _lock:
+            if _rows is None:
+                _rows = _discover()
+    return _rows
+
+
+def register_backend(backend: Backend, *, replace: bool = False) -> None:
+    """Add a backend at run time, as an entry point would.
+
+    Raises:
+        TypeError: ``backend`` is not a ``Backend`` instance.
+        ValueError: its name is taken and ``replace`` is False.
+    """
+    global _rows
+    if not isinstance(backend, Backend):
+        raise TypeError(f"backend is a {type(backend).__name__}; it must be a Backend instance.")
+    with _lock:
+        rows = dict(backends())
+        if backend.name in rows and not replace:
+            raise ValueError(
+                f"backend name {backend.name!r} is already registered "
+                f"({rows[backend.name].origin}); rename yours or pass replace=True."
+            )
+        rows[backend.name] = _check(backend.name, backend, "register_backend")
+        _rows = rows
+    advance()
+
+
+def unregister_backend(name: str) -> None:
+    """Forget a backend; an entry point's comes back with the next process.
+
+    Raises:
+        ValueError: no such backend.
+    """
+    global _rows
+    known_backend(name)
+    with _lock:
+        _rows = {key: row for key, row in backends().items() if key != name}
+    advance()
+
+
+def known_backend(name: str, source: str = "backend") -> Row:
+    """The row called ``name``.
+
+    Raises:
+        TypeError: the name is not a string.
+        ValueError: it is unknown; the message names what set it and the known ones.
+    """
+    if not isinstance(name, str):
+        kind = type(name).__name__
+        raise TypeError(f"{source} is {name!r} ({kind}); it must be a backend's name or None.")
+    row = backends().get(name)
+    if row is None:
+        close = difflib.get_close_matches(name, backends(), n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(
+            f"{source} is {name!r}, which is not a known backend; "
+            f"known: {', '.join(backends()) or 'none'}.{hint}"
+        )
+    return row

@@ -1,0 +1,96 @@
+"""Runner: a Decision bound to its backends; runs them and keeps their receipts."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .backend import Backend
+from .call import Call, Gradients
+from .call_spec import CallSpec, deterministic_mode
+from .forcing import Forced
+from .generation import current
+from .policy import Policy
+from .reasons import BackendRefused
+from .receipts import Counter
+from .registry import backends
+from .routing import Decision, route
+
+CACHE_SIZE = 4096
+
+
+def _plugin(name: str) -> Backend:
+    backend = backends()[name].backend
+    assert backend is not None
+    return backend
+
+
+class Runner:
+    """Runs one decision: forward, and later its backward."""
+
+    __slots__ = ("_backward", "_backward_ran", "_forward", "_forward_ran", "decision")
+
+    def __init__(self, decision: Decision) -> None:
+        assert decision.forward is not None
+        self.decision = decision
+        self._forward = _plugin(decision.forward)
+        self._forward_ran = Counter("forward", decision.forward, decision.spec)
+        self._backward: Backend | None = None
+        if decision.backward is not None:
+            self._backward = _plugin(decision.backward)
+            self._backward_ran = Counter("backward", decision.backward, decision.spec)
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Run the forward; an error of the backend is the caller's to see, never retried."""
+        result = self._forward.forward(call)
+        self._forward_ran.bump()
+        return result
+
+    def backward(
+        self,
+        call: Call,
+        output: Tensor,
+        lse: Tensor,
+        grad_output: Tensor,
+        needs: tuple[bool, bool, bool, bool],
+    ) -> Gradients:
+        """Run the backward decided with the forward.
+
+        Raises:
+            BackendRefused: deterministic algorithms were switched on since the forward and
+                this backward cannot honour them.
+        """
+        assert self._backward is not None
+        if deterministic_mode() and not self.decision.spec.deterministic:
+            self._require_deterministic(self._backward)
+        gradients = self._backward.backward(call, output, lse, grad_output, needs)
+        self._backward_ran.bump()
+        return gradients
+
+    def _require_deterministic(self, backward: Backend) -> None:
+        spec: CallSpec = self.decision.spec._replace(deterministic=True)
+        capabilities = backward.backward_capabilities
+        reasons = capabilities.reasons(spec) if capabilities is not None else ()
+        if reasons:
+            raise BackendRefused(
+                "deterministic algorithms were switched on after the forward, and the backward "
+                "decided then cannot honour them.",
+                {backward.name: reasons},
+            )
+
+
+_runners: dict[tuple[CallSpec, Forced, Policy, int], Runner] = {}
+
+
+def runner_for(spec: CallSpec, forced: Forced, policy: Policy) -> Runner:
+    """The Runner for a call, routed on first sight and cached.
+
+    Raises:
+        BackendRefused: see ``csa_dispatch.routing.route``.
+    """
+    key = (spec, forced, policy, current())
+    runner = _runners.get(key)
+    if runner is None:
+        if len(_runners) >= CACHE_SIZE:
+            _runners.clear()
+        runner = _runners[key] = Runner(route(spec, forced, policy))
+    return runner

@@ -1,0 +1,262 @@
+"""Argument checks: from metadata alone, in the caller's layout, before anything runs.
+
+Every failure is one TypeError or ValueError that names the argument, what it is, what it must
+be and what to do. Nothing here reads tensor data, so it holds under tracing too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from .layouts import LAYOUTS, Layout
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MAX_ROWS = 2**31 - 1
+
+
+def fail(
+    argument: str, actual: object, required: str, remedy: str = "", error: type = ValueError
+) -> NoReturn:
+    """Raise ``error`` in the house form: argument, actual, required, remedy."""
+    text = f"{argument} is {actual}; it must be {required}"
+    raise error(f"{text}. {remedy}" if remedy else f"{text}.")
+
+
+def validate(
+    query: Tensor,
+    local_kv: Tensor,
+    sparse_kv: Tensor | None,
+    kv_indices: Tensor | None,
+    attention_sink: Tensor | None,
+    sliding_window_size: int,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    scale: float | None,
+    doc_ids: Tensor | None,
+    compress_ratio: int | None,
+    layout: str,
+) -> None:
+    """Check one call's arguments; see ``csa_dispatch.attention`` for what each must be.
+
+    Raises:
+        TypeError: a wrong Python type or tensor dtype class.
+        ValueError: a wrong size, dtype pairing, device, value or combination.
+    """
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        fail("layout", repr(layout), f"one of {', '.join(LAYOUTS)}")
+    order = LAYOUTS[layout]
+    _scalars(sliding_window_size, scale, compress_ratio)
+    optional = {
+        "sparse_kv": sparse_kv,
+        "kv_indices": kv_indices,
+        "attention_sink": attention_sink,
+        "cu_seqlens": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens_k,
+        "doc_ids": doc_ids,
+    }
+    given = {name: value for name, value in optional.items() if value is not None}
+    for name, value in {"query": query, "local_kv": local_kv, **given}.items():
+        if not isinstance(value, Tensor):
+            fail(name, type(value).__name__, "a torch.Tensor", error=TypeError)
+        if value.layout is not torch.strided:
+            fail(name, f"of layout {value.layout}", "a dense (strided) tensor")
+    for name, value in {"local_kv": local_kv, **given}.items():
+        if value.device != query.device:
+            fail(name, f"on {value.device}", f"on query's device, {query.device}")
+
+    _kind(sparse_kv, kv_indices, compress_ratio)
+    sizes = _query(query, order)
+    groups = _kv("local_kv", local_kv, query, order, {**sizes, "S": sizes["T"]})
+    if sparse_kv is not None:
+        sizes["S"] = _size(sparse_kv, order, "S")
+        pool_groups = _kv("sparse_kv", sparse_kv, query, order, sizes)
+        if pool_groups != groups:
+            fail("sparse_kv", f"of {pool_groups} KV heads", f"of {groups}, as local_kv")
+    if kv_indices is not None:
+        _kv_indices(kv_indices, order, sizes)
+    if attention_sink is not None:
+        _attention_sink(attention_sink, query, sizes["H"])
+    _documents(cu_seqlens, cu_seqlens_k, doc_ids, sparse_kv, order, sizes)
+
+
+def _scalars(
+    sliding_window_size: int, scale: float | None, compress_ratio: int | None
+) -> None:
+    window = sliding_window_size
+    if isinstance(window, bool) or not isinstance(window, (int, torch.SymInt)):
+        kind = type(window).__name__
+        fail("sliding_window_size", f"{window!r} ({kind})", "an int", error=TypeError)
+    if window < 0:
+        fail("sliding_window_size", window, "0 (no window) or more")
+    if scale is not None:
+        if isinstance(scale, bool) or not isinstance(scale, (float, int, torch.SymFloat)):
+            actual = f"{scale!r} ({type(scale).__name__})"
+            fail("scale", actual, "a float or None", "Pass scale.item().", TypeError)
+        if not (scale > 0 and math.isfinite(scale)):
+            fail("scale", scale, "positive and finite", "None means 1/sqrt(head_dim).")
+    if compress_ratio is not None:
+        ratio = compress_ratio
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, torch.SymInt)):
+            kind = type(ratio).__name__
+            fail("compress_ratio", f"{ratio!r} ({kind})", "an int or None", error=TypeError)
+        if ratio < 1:
+            fail("compress_ratio", ratio, "1 or more tokens per pool entry")
+
+
+def _kind(
+    sparse_kv: Tensor | None, kv_indices: Tensor | None, compress_ratio: int | None
+) -> None:
+    if sparse_kv is None:
+        for name, value in (("kv_indices", kv_indices), ("compress_ratio", compress_ratio)):
+            if value is not None:
+                fail(name, "given", "None without sparse_kv", "Pass sparse_kv, or drop it.")
+    elif kv_indices is None and compress_ratio is None:
+        fail(
+            "kv_indices",
+            "None with sparse_kv",
+            "given, or compress_ratio",
+            "compress_ratio selects every causally complete pool entry.",
+        )
+    elif kv_indices is not None and compress_ratio is not None:
+        fail(
+            "compress_ratio",
+            f"{compress_ratio} with kv_indices",
+            "None when kv_indices choose the entries",
+            "Drop one of the two.",
+        )
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)
+
+
+def _query(query: Tensor, order: Layout) -> dict[str, int]:
+    if query.ndim != len(order.query_dims):
+        fail("query", f"of shape {_shape(query)}", f"{_letters(order.query_dims)}")
+    if not query.dtype.is_floating_point:
+        fail("query", query.dtype, "of a floating-point dtype", error=TypeError)
+    if query.dtype not in DTYPES:
+        fail("query", query.dtype, "float64, float32, bfloat16 or float16", error=TypeError)
+    sizes = {"B": 1, **dict(zip(order.query_dims, query.shape, strict=True))}
+    for letter in order.query_dims:
+        if sizes[letter] < 1:
+            fail("query", f"of shape {_shape(query)}", "of positive sizes")
+    if sizes["T"] > MAX_ROWS:
+        fail("query", f"{sizes['T']} tokens", f"at most {MAX_ROWS} tokens")
+    return sizes
+
+
+def _letters(dims: str) -> str:
+    return f"of shape [{', '.join(dims)}]"
+
+
+def _kv_dims(kv: Tensor, order: Layout) -> str | None:
+    if kv.ndim == len(order.kv_dims):
+        return order.kv_dims
+    if order.shared_kv_dims is not None and kv.ndim == len(order.shared_kv_dims):
+        return order.shared_kv_dims
+    return None
+
+
+def _size(kv: Tensor, order: Layout, letter: str) -> int:
+    dims = _kv_dims(kv, order)
+    return kv.shape[dims.index(letter)] if dims is not None else 0
+
+
+def _kv(name: str, kv: Tensor, query: Tensor, order: Layout, sizes: dict[str, int]) -> int:
+    """Check local_kv or sparse_kv and return its number of heads, G."""
+    dims = _kv_dims(kv, order)
+    if dims is None:
+        wanted = _letters(order.kv_dims)
+        if order.shared_kv_dims is not None:
+            wanted += f" or {_letters(order.shared_kv_dims)}"
+        fail(name, f"of shape {_shape(kv)}", wanted)
+    if kv.dtype != query.dtype:
+        fail(name, kv.dtype, f"of query's dtype, {query.dtype}", "Cast one of them.")
+    required = [str(sizes[letter]) if letter != "G" else "G" for letter in dims]
+    for letter, size in zip(dims, kv.shape, strict=True):
+        if letter != "G" and size != sizes[letter]:
+            meaning = ", ".join(dims.replace("S", "T") if name == "local_kv" else dims)
+            fail(
+                name,
+                f"of shape {_shape(kv)}",
+                f"[{', '.join(required)}] ([{meaning}]) to match query {_shape(query)}",
+            )
+    if sizes["S"] > MAX_ROWS:
+        fail(name, f"{sizes['S']} rows", f"at most {MAX_ROWS} rows")
+    groups = kv.shape[dims.index("G")] if "G" in dims else 1
+    heads = sizes["H"]
+    if groups < 1 or heads % groups:
+        fail(name, f"of {groups} KV heads", f"of a number that divides query's {heads} heads")
+    return groups
+
+
+def _kv_indices(kv_indices: Tensor, order: Layout, sizes: dict[str, int]) -> None:
+    if kv_indices.dtype not in (torch.int32, torch.int64):
+        fail("kv_indices", kv_indices.dtype, "int32 or int64", "Cast it.", TypeError)
+    wanted = [sizes[letter] for letter in order.token_dims]
+    if kv_indices.ndim != len(wanted) + 1 or list(kv_indices.shape[:-1]) != wanted:
+        shape = f"[{', '.join(str(size) for size in wanted)}, K]"
+        fail("kv_indices", f"of shape {_shape(kv_indices)}", f"{shape}, shared by all heads")
+
+
+def _attention_sink(attention_sink: Tensor, query: Tensor, heads: int) -> None:
+    if attention_sink.dtype not in (query.dtype, torch.float32):
+        required = f"of query's dtype ({query.dtype}) or float32"
+        fail("attention_sink", attention_sink.dtype, required)
+    if attention_sink.ndim != 1 or attention_sink.shape[0] != heads:
+        fail(
+            "attention_sink",
+            f"of shape {_shape(attention_sink)}",
+            f"[{heads}], one logit per query head of this call",
+            "Under tensor parallelism (TP) pass this rank's slice of the sink.",
+        )
+
+
+def _documents(
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    doc_ids: Tensor | None,
+    sparse_kv: Tensor | None,
+    order: Layout,
+    sizes: dict[str, int],
+) -> None:
+    if doc_ids is not None:
+        if cu_seqlens is not None or cu_seqlens_k is not None:
+            fail("doc_ids", "given with cu_seqlens", "None then", "Pass one of the two.")
+        if doc_ids.dtype not in (torch.int32, torch.int64):
+            fail("doc_ids", doc_ids.dtype, "int32 or int64", error=TypeError)
+        wanted = [sizes[letter] for letter in order.token_dims]
+        if list(doc_ids.shape) != wanted:
+            fail("doc_ids", f"of shape {_shape(doc_ids)}", f"{wanted}, one id per token")
+        return
+    if cu_seqlens is None and cu_seqlens_k is None:
+        return
+    if cu_seqlens is None:
+        fail("cu_seqlens", "None with cu_seqlens_k", "given", "Pass both offset tensors.")
+    if cu_seqlens_k is None and sparse_kv is not None:
+        fail("cu_seqlens_k", "None with cu_seqlens", "given", "Pass both offset tensors.")
+    if sizes["B"] != 1:
+        fail(
+            "cu_seqlens",
+            f"given with batch size {sizes['B']}",
+            "used with batch size 1",
+            "Pack the batch along the tokens, or use doc_ids.",
+        )
+    for name, offsets in (("cu_seqlens", cu_seqlens), ("cu_seqlens_k", cu_seqlens_k)):
+        if offsets is None:
+            continue
+        if offsets.dtype != torch.int32:
+            fail(name, offsets.dtype, "int32", "Cast it.", TypeError)
+        if offsets.ndim != 1 or offsets.shape[0] < 2:
+            fail(name, f"of shape {_shape(offsets)}", "[N + 1], N documents of at least 1")
+    if cu_seqlens_k is not None and cu_seqlens_k.shape != cu_seqlens.shape:
+        fail(
+            "cu_seqlens_k",
+            f"of shape {_shape(cu_seqlens_k)}",
+            f"{_shape(cu_seqlens)}, the documents of cu_seqlens",
+        )
