@@ -11,6 +11,7 @@ from .plan import Plan, resolve
 from .policy import Policy, load_policy, use_policy
 from .reasons import BackendRefused, Reason
 from .receipts import Receipt, record_receipts, report, reset_report
+from .recompute import enable_autograd
 from .registry import backends, register_backend, unregister_backend
 from .routing import Decision, FallbackWarning
 from .settings import reload_settings
@@ -41,6 +42,7 @@ __all__ = [
     "attention",
     "backends",
     "describe_call",
+    "enable_autograd",
     "explain",
     "load_policy",
     "record_receipts",

@@ -145,7 +145,9 @@ def attention_backward_op(
 
 def _inputs_needing(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
     return [
-        tensor for tensor, needed in zip(inputs, needs, strict=True) if needed and tensor is not None
+        tensor
+        for tensor, needed in zip(inputs, needs, strict=True)
+        if needed and tensor is not None
     ]
 
 

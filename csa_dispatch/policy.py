@@ -74,12 +74,16 @@ class Policy(NamedTuple):
         for position, rule in enumerate(self.rules):
             if rule.matches(spec):
                 return position, rule
-        raise ValueError(f"policy {self.name!r} has no rule for {spec}; end it with one without when.")
+        raise ValueError(
+            f"policy {self.name!r} has no rule for {spec}; end it with one without when."
+        )
 
 
 def _allowed(where: str, field: str, value: object) -> Allowed:
     if field not in CallSpec._fields:
-        raise ValueError(f"{where}: when.{field} is not a CallSpec field; known: {', '.join(CallSpec._fields)}.")
+        raise ValueError(
+            f"{where}: when.{field} is not a CallSpec field; known: {', '.join(CallSpec._fields)}."
+        )
     if isinstance(value, Mapping):
         unknown = set(value) - {"min", "max", "multiple_of"}
         if unknown:

@@ -83,9 +83,7 @@ def validate(
     _documents(cu_seqlens, cu_seqlens_k, doc_ids, sparse_kv, order, sizes)
 
 
-def _scalars(
-    sliding_window_size: int, scale: float | None, compress_ratio: int | None
-) -> None:
+def _scalars(sliding_window_size: int, scale: float | None, compress_ratio: int | None) -> None:
     window = sliding_window_size
     if isinstance(window, bool) or not isinstance(window, (int, torch.SymInt)):
         kind = type(window).__name__
@@ -107,9 +105,7 @@ def _scalars(
             fail("compress_ratio", ratio, "1 or more tokens per pool entry")
 
 
-def _kind(
-    sparse_kv: Tensor | None, kv_indices: Tensor | None, compress_ratio: int | None
-) -> None:
+def _kind(sparse_kv: Tensor | None, kv_indices: Tensor | None, compress_ratio: int | None) -> None:
     if sparse_kv is None:
         for name, value in (("kv_indices", kv_indices), ("compress_ratio", compress_ratio)):
             if value is not None:

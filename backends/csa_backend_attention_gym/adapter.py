@@ -107,5 +107,5 @@ class AttentionGymBackend(Backend):
     def notes(self, spec: CallSpec) -> tuple[str, ...]:
         found = ["the reference gathers every slot of every token: memory grows with T * (W + K)"]
         if spec.dtype in ("bfloat16", "float16"):
-            found.append("inputs are copied to fp32, since its gradients accumulate in their dtype")
+            found.append("inputs are copied to fp32: its gradients accumulate in the input dtype")
         return tuple(found)

@@ -16,7 +16,7 @@ import inspect
 import torch
 from torch import Tensor
 
-from csa_dispatch import Call, Gradients, Kind, token_bounds
+from csa_dispatch import Call, Gradients, Kind, enable_autograd, token_bounds
 
 
 def has_packed_offsets() -> bool:
@@ -162,7 +162,7 @@ def reference_gradients(
     inputs = _Inputs(call)
     leaves = inputs.leaves()
     wanted = [leaf for leaf, needed in zip(leaves, needs, strict=True) if needed]
-    with torch.enable_grad():
+    with enable_autograd():
         for leaf in wanted:
             leaf.requires_grad_()
         output, _ = _run(call, inputs)

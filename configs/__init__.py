@@ -1,0 +1,1 @@
+"""Data only: routing policies, parity matrices and benchmark suites (TOML)."""

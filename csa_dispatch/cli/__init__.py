@@ -1,0 +1,26 @@
+"""The ``csa-dispatch`` command; one module a subcommand."""
+
+from __future__ import annotations
+
+import typer
+
+from .backends import backends
+from .demo import demo
+from .doctor import doctor
+from .explain import explain
+from .parity import parity
+
+app = typer.Typer(
+    name="csa-dispatch",
+    help="Compressed sparse attention: which backend runs, why, and do they all agree.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (backends, explain, parity, demo, doctor):
+    app.command(command.__name__)(command)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
