@@ -38,7 +38,7 @@ class AttentionFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         # The four differentiable tensors are passed beside the call for autograd to see them.
         output, lse = runner.forward(call)
-        ctx.save_for_backward(*call[:8], output, lse)
+        ctx.save_for_backward(*call[:8], output, lse)  # pyright: ignore[reportArgumentType]
         ctx.mark_non_differentiable(lse)
         ctx.scalars = call[8:]  # pyright: ignore[reportAttributeAccessIssue]
         ctx.runner = runner  # pyright: ignore[reportAttributeAccessIssue]
@@ -144,11 +144,8 @@ def attention_backward_op(
 
 
 def _inputs_needing(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
-    return [
-        tensor
-        for tensor, needed in zip(inputs, needs, strict=True)
-        if needed and tensor is not None
-    ]
+    pairs = zip(inputs, needs, strict=True)
+    return [tensor for tensor, needed in pairs if needed and tensor is not None]
 
 
 @attention_backward_op.register_fake

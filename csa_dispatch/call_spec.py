@@ -94,7 +94,7 @@ def stride_class(*tensors: Tensor | None) -> str:
             return "any"
         rows = zip(strides[:-1], shape[:-1], strict=True)
         # Fake tensors have no address; their storage offset stands for it.
-        start = tensor.storage_offset() * size if tensor.is_meta else _address(tensor)
+        start = int(tensor.storage_offset()) * size if tensor.is_meta else _address(tensor)
         if start % 16 or any(count > 1 and stride * size % 16 for stride, count in rows):
             found = "unit"
     return found
@@ -104,7 +104,7 @@ def _address(tensor: Tensor) -> int:
     try:
         return tensor.data_ptr()
     except RuntimeError:
-        return tensor.storage_offset() * tensor.element_size()
+        return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def spec_of(

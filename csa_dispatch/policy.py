@@ -35,7 +35,7 @@ from .capabilities import Allowed, Between, OneOf
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 
 class Entry(NamedTuple):

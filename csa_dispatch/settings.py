@@ -45,9 +45,8 @@ def _read() -> Settings:
             )
     fallback = os.environ.get("CSA_DISPATCH_FALLBACK") or "warn"
     if fallback not in FALLBACK_MODES:
-        raise ValueError(
-            f"CSA_DISPATCH_FALLBACK is {fallback!r}; it must be one of {', '.join(FALLBACK_MODES)}."
-        )
+        modes = ", ".join(FALLBACK_MODES)
+        raise ValueError(f"CSA_DISPATCH_FALLBACK is {fallback!r}; it must be one of {modes}.")
     check = os.environ.get("CSA_DISPATCH_CHECK_VALUES") or "0"
     if check not in ("0", "1"):
         raise ValueError(f"CSA_DISPATCH_CHECK_VALUES is {check!r}; it must be 0 or 1.")

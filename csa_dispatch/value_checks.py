@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -40,7 +42,7 @@ def _check_offsets(name: str, offsets: Tensor, rows: int) -> None:
     values = offsets.tolist()
     if values[0] != 0:
         fail(name, f"{values[0]} at its start", "0 there")
-    for position, (before, after) in enumerate(zip(values, values[1:], strict=False)):
+    for position, (before, after) in enumerate(pairwise(values)):
         if after < before:
             fail(name, f"{before}, {after} at {position}", "non-decreasing")
     if values[-1] > rows:
