@@ -2,6 +2,17 @@
 
 from .budgets import TensorVerdict, gradient_tensors, judge, targets
 from .cases import Case, Inputs, build, to_call
+from .check import (
+    CellResult,
+    Outcome,
+    Reference,
+    Run,
+    attend,
+    attention_run,
+    backend_run,
+    check_case,
+    reference_for,
+)
 from .covering import Boundary, boundaries_for, cases_for
 from .oracle import oracle_forward, oracle_gradients, visible_rows
 from .plain import plain_attention, plain_forward, plain_gradients
@@ -9,11 +20,19 @@ from .plain import plain_attention, plain_forward, plain_gradients
 __all__ = [
     "Boundary",
     "Case",
+    "CellResult",
     "Inputs",
+    "Outcome",
+    "Reference",
+    "Run",
     "TensorVerdict",
+    "attend",
+    "attention_run",
+    "backend_run",
     "boundaries_for",
     "build",
     "cases_for",
+    "check_case",
     "gradient_tensors",
     "judge",
     "oracle_forward",
@@ -21,6 +40,7 @@ __all__ = [
     "plain_attention",
     "plain_forward",
     "plain_gradients",
+    "reference_for",
     "targets",
     "to_call",
     "visible_rows",

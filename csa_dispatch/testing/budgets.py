@@ -4,10 +4,13 @@ For the same quantised inputs let ``r`` be the float64 oracle's tensor, ``e_plai
 plain eager PyTorch, and ``m`` the elementwise size of the terms behind ``r`` (``magnitudes``). A
 backend's error must satisfy, in the Frobenius norm and in the largest element alike::
 
-    |a - r| <= 2 |e_plain| + u (|r| + |m|) + u32 ((1 + z) sqrt(n) + sqrt(h)) |m|
+    |a - r| <= 2 |e_plain| + u (|r| + c |m|) + u32 ((1 + z) sqrt(n) + sqrt(h)) |m|
 
-- ``u`` is the unit roundoff of the input dtype, ``eps / 2``: one rounding of the result, one of
-  the probabilities or their derivative before a product.
+- ``u`` is the unit roundoff of the query's dtype, ``eps / 2``: one rounding of the result (at the
+  sink's dtype for dsink), one of the probabilities or their derivative before a product.
+- ``c`` is ``1 + 2 / sqrt(N)`` for the Frobenius norm of ``N`` elements and 1 more for the largest
+  one: a sum of independent roundings is normal with a standard deviation of about 0.4 ``u |m|``,
+  so this stands four deviations off in either norm, for one element and for a million.
 - ``u32`` is the unit roundoff of the accumulation dtype (fp32; fp64 for fp64 inputs).
 - ``n = D + W + K`` is the reduction length of scores and softmax and ``z`` the largest logit or
   lse: the error of a recomputed ``exp(score - lse)`` relative to itself, ``sqrt`` because rounding
@@ -24,6 +27,7 @@ zero (gradients of rows nobody sees, rows that see nothing) must be exactly zero
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -164,7 +168,7 @@ def targets(call: Call, grad_output: Tensor, *, gradients: bool = True) -> dict[
     dead = _takes_all(call)
     blank = (empty[:, None] | dead[None])[..., None]
     found = {
-        "output": _target("output", call, output, plain_out, blank, sizes.output, sizes, 0),
+        "output": _target("output", call, call.query.dtype, output, plain_out, blank, sizes.output, sizes, 0),
         "lse": _lse_target(call, lse, plain_lse, sizes),
     }
     if gradients:
@@ -192,15 +196,16 @@ def _gradient_targets(
         value = getattr(exact, field)
         if value is not None:
             size = getattr(sizes, field)
-            target = _target(name, call, value, getattr(plain, field), zero, size, sizes, hits)
             dtype = getattr(call, field).dtype
-            found[name] = target._replace(dtype=dtype)
+            yardstick = getattr(plain, field)
+            found[name] = _target(name, call, dtype, value, yardstick, zero, size, sizes, hits)
     return found
 
 
 def _target(
     name: str,
     call: Call,
+    dtype: torch.dtype,
     value: Tensor,
     plain: Tensor,
     zero: Tensor,
@@ -208,17 +213,21 @@ def _target(
     sizes: Magnitudes,
     hits: int,
 ) -> Target:
-    dtype = call.query.dtype
-    rounding, fine = _roundoff(dtype), _roundoff(accumulation_dtype(dtype))
+    rounding, fine = _roundoff(call.query.dtype), _roundoff(accumulation_dtype(call.query.dtype))
     finite = value.isfinite() & size.isfinite()
     reference, terms = torch.where(finite, value, 0.0), torch.where(finite, size, 0.0)
     reference = reference.abs().clamp(min=torch.finfo(dtype).tiny)
     exponent = fine * ((1 + sizes.logit) * math.sqrt(_reduction(call)) + math.sqrt(hits))
 
-    def epsilon(norm) -> float:
-        return rounding * (norm(reference) + norm(terms)) + exponent * norm(terms)
+    tail = 1 + 2 / math.sqrt(max(1, value.numel()))
 
-    return Target(name, dtype, value, plain, zero, epsilon(_frobenius), epsilon(_largest))
+    def epsilon(norm: Callable[[Tensor], float], factor: float) -> float:
+        terms_error = (factor * rounding + exponent) * norm(terms)
+        return _roundoff(dtype) * norm(reference) + terms_error
+
+    return Target(
+        name, dtype, value, plain, zero, epsilon(_frobenius, tail), epsilon(_largest, tail + 1)
+    )
 
 
 def _lse_target(call: Call, value: Tensor, plain: Tensor, sizes: Magnitudes) -> Target:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from csa_dispatch.call import Call, Kind
-from csa_dispatch.call_spec import GRADIENT_INPUTS, CallSpec
+from csa_dispatch.call_spec import GRADIENT_INPUTS, CallSpec, stride_class
 
 from .documents import draw_doc_ids, draw_indices, draw_offsets, split_pool
 from .memory import place
@@ -72,8 +72,8 @@ class Case:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.batch, self.heads, self.kv_heads, self.head_dim) < 1:
-            raise ValueError("batch, heads, kv_heads and head_dim must be positive")
+        if min(self.batch, self.heads, self.kv_heads, self.tokens, self.head_dim) < 1:
+            raise ValueError("batch, heads, kv_heads, tokens and head_dim must be positive")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
         if self.content not in CONTENTS or self.memory not in MEMORY:
@@ -134,9 +134,28 @@ class Case:
             for field in dataclasses.fields(self)
             if field.name in CallSpec._fields
         }
-        shared["strides"] = "any" if self.memory == "strided" else "unit"
+        shared["strides"] = stride_class(*self._placed())
         shared["sink"] = self.dtype if self.sink == "same" else self.sink
         return CallSpec(**shared, device_type=device_type, capability=capability)
+
+    def _placed(self) -> list[Tensor]:
+        """Query and KV without data, laid out as ``build`` does it."""
+        dtype = getattr(torch, self.dtype)
+        sizes = {
+            "query": (self.heads, self.tokens),
+            "local_kv": (self.kv_heads, self.tokens),
+            "sparse_kv": (self.kv_heads, self.pool),
+        }
+        if self.kind is Kind.WINDOW:
+            del sizes["sparse_kv"]
+        return [
+            place(
+                torch.empty(self.batch, *size, self.head_dim, dtype=dtype, device="meta"),
+                self.memory,
+                name,
+            )
+            for name, size in sizes.items()
+        ]
 
 
 class Inputs(NamedTuple):

@@ -254,7 +254,8 @@ def _boundary(
 def _with(base: Case, name: str, value: object) -> Case | None:
     """``base`` with one CallSpec field changed; None when a case can't express that."""
     if name == "strides":
-        return dataclasses.replace(base, memory="strided" if value == "any" else "contiguous")
+        memory = {"aligned": "contiguous", "unit": "padded", "any": "strided"}
+        return dataclasses.replace(base, memory=memory[str(value)])
     if name not in AXES and name != "deterministic":
         return None
     if isinstance(value, int) and value > _LARGEST.get(name, value):

@@ -5,9 +5,9 @@ dquery exactly 0, and any arithmetic that rounds its output first gets that wron
 ``|grad_output| * |key|``. So the epsilon term of a budget is relative to the root of the summed
 squares of the terms, elementwise, which is the size of a sum of independent rounding errors.
 
-With ``p``, ``dp`` and ``delta`` as in the oracle, ``rho = |output * grad_output|`` (2-norm, the
-error of delta in units of the output's rounding), and ``up(x) = max(|x|, smallest normal)``
-because below the smallest normal number errors stop shrinking (fp16 probabilities)::
+With ``p``, ``dp`` and ``delta`` as in the oracle, ``up(x) = max(|x|, smallest normal)`` because
+below the smallest normal number errors stop shrinking (fp16 probabilities), and
+``rho = |up(output) * grad_output|`` (2-norm: the error of delta that the output's rounding makes)::
 
     output^2 = sum_j up(p_j)^2 value_j^2
     ds_j     = up(p_j * hypot(dp_j, delta))
@@ -63,8 +63,8 @@ def magnitudes(call: Call, grad_output: Tensor) -> Magnitudes:
         grad = grad_output.detach()[b, :, t].double().reshape(row.output.shape)
         alive = (row.lse != math.inf)[..., None]
         grad = torch.where(alive, grad, 0.0)
-        product = grad * row.output
-        delta, rho = product.sum(-1, keepdim=True), product.norm(dim=-1, keepdim=True)
+        delta = (grad * row.output).sum(-1, keepdim=True)
+        rho = (grad * row.output.abs().clamp(min=tiny)).norm(dim=-1, keepdim=True)
         weight = torch.where(alive, row.weights.clamp(min=tiny), 0.0)
         ds = row.weights * torch.hypot(grad @ row.keys.mT, delta.expand_as(row.weights))
         ds = torch.where(alive, ds.clamp(min=tiny), 0.0)
