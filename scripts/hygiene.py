@@ -36,9 +36,7 @@ def main() -> int:
     if not names:
         listed = subprocess.run(["git", "ls-files", "-z"], check=True, capture_output=True)
         names = listed.stdout.decode().split("\0")[:-1]
-    found = [
-        problem for name in names if Path(name).is_file() for problem in problems(Path(name))
-    ]
+    found = [problem for name in names if Path(name).is_file() for problem in problems(Path(name))]
     print("\n".join(found), end="\n" if found else "")
     return 1 if found else 0
 
