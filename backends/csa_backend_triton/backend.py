@@ -1,0 +1,108 @@
+"""The plug-in: what the Triton kernels support, and which of them run a call."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from functools import lru_cache
+from importlib import metadata
+from types import ModuleType
+
+from torch import Tensor
+
+from csa_dispatch.backend import Availability, Backend
+from csa_dispatch.call import Call, Gradients, token_bounds
+from csa_dispatch.call_spec import CallSpec, deterministic_mode, spec_of
+from csa_dispatch.capabilities import Between, Capabilities, OneOf
+from csa_dispatch.reasons import Reason
+
+from .interpreter import is_interpreted
+
+MINIMUM_TRITON = (3, 6)
+NO_GRADIENT = (False, False, False, False)
+
+
+def _compute_capability(spec: CallSpec) -> Reason | None:
+    """On CUDA the device is of compute capability 8.0 or newer."""
+    if spec.device_type != "cuda" or spec.capability is None or spec.capability >= 80:
+        return None
+    return Reason("capability", str(spec.capability), "at least 80", "use the eager backend")
+
+
+def _capabilities() -> Capabilities:
+    interpreted = is_interpreted()
+    return Capabilities(
+        dtype=OneOf(("bfloat16", "float16", "float32"), others=("float64",)),
+        device_type=OneOf(
+            ("cuda", "cpu") if interpreted else ("cuda",),
+            others=("meta",) if interpreted else ("cpu", "meta"),
+        ),
+        heads=Between(1, 256),
+        head_dim=Between(1, 576),
+        predicates=(_compute_capability,),
+        remedies=(("device_type", "set TRITON_INTERPRET=1 before start"),),
+    )
+
+
+@lru_cache
+def _hopper() -> ModuleType | None:
+    """The warp-specialised kernels, where they are installed and can be compiled."""
+    if is_interpreted() or importlib.util.find_spec(f"{__package__}.hopper") is None:
+        return None
+    return importlib.import_module(f"{__package__}.hopper")
+
+
+class TritonBackend(Backend):
+    """Kernels written in Triton for SM80 to SM120, with specialised ones for Hopper."""
+
+    name = "triton"
+    summary = "our Triton kernels, SM80 to SM120, specialised for Hopper"
+    forward_capabilities = _capabilities()
+    backward_capabilities = _capabilities()
+
+    def probe(self) -> Availability:
+        try:
+            version = metadata.version("triton")
+        except metadata.PackageNotFoundError:
+            needed = f"triton {'.'.join(map(str, MINIMUM_TRITON))} or newer"
+            return Availability(
+                "", Reason("availability", "not installed", needed, "pip install triton")
+            )
+        found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+        if found < MINIMUM_TRITON:
+            needed = f"triton {'.'.join(map(str, MINIMUM_TRITON))} or newer"
+            return Availability(
+                f"triton {version}",
+                Reason("availability", f"triton {version}", needed, "pip install -U triton"),
+            )
+        return Availability(f"triton {version}" + (" interpreted" if is_interpreted() else ""))
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        bounds = token_bounds(call)
+        hopper = _hopper()
+        if hopper is not None and hopper.supports_forward(spec_of(call, NO_GRADIENT)):
+            return hopper.forward(call, bounds)
+        from .portable_forward import forward
+
+        return forward(call, bounds)
+
+    def backward(
+        self,
+        call: Call,
+        output: Tensor,
+        lse: Tensor,
+        grad_output: Tensor,
+        needs: tuple[bool, bool, bool, bool],
+    ) -> Gradients:
+        bounds = token_bounds(call)
+        hopper = _hopper()
+        if hopper is not None and hopper.supports_backward(spec_of(call, needs)):
+            return hopper.backward(call, bounds, output, lse, grad_output, needs)
+        from .portable_backward import backward
+
+        return backward(call, bounds, output, lse, grad_output, needs, deterministic_mode())
+
+    def notes(self, spec: CallSpec) -> tuple[str, ...]:
+        if spec.strides == "any":
+            return ("copies a KV tensor whose last dimension is not contiguous",)
+        return ()

@@ -1,0 +1,172 @@
+"""Tile sizes by architecture, direction, head dimension, rows and element size.
+
+A tile keeps its queries and its stages' keys in shared memory, and what a block of threads may
+use differs: 163 KB on SM80, 99 KB on SM86, 89 and 120, 227 KB on SM90, 100 and 103. Tables are
+data: ``{D class: {rows: (keys, warps, stages)}}``, the D class being the head dimension's upper
+bound. Hopper's figures were chosen by measurement on an H200 (docs/performance.md); the others
+by shared memory and registers alone. The compile tests build every entry for every
+architecture.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+Table = dict[int, dict[int, tuple[int, int, int]]]
+
+
+class Tile(NamedTuple):
+    """Sizes of one program: query rows, keys (or slots) a step, warps, pipeline stages."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def memory_class(capability: int) -> str:
+    """The shared-memory class of a compute capability; unknown ones get the smallest."""
+    if capability in (90, 100, 103):
+        return "227 KB"
+    return "163 KB" if capability in (80, 87) else "99 KB"
+
+
+FORWARD: dict[str, Table] = {
+    "227 KB": {
+        64: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
+        128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
+        256: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 8, 2)},
+        512: {16: (64, 4, 2), 32: (64, 8, 2), 64: (64, 8, 2)},
+        576: {16: (32, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
+    },
+    "163 KB": {
+        64: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
+        128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
+        256: {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 8, 2)},
+        512: {16: (32, 4, 2), 32: (32, 4, 2), 64: (32, 8, 2)},
+        576: {16: (32, 4, 2), 32: (32, 4, 2), 64: (16, 8, 2)},
+    },
+    "99 KB": {
+        64: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
+        128: {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 2)},
+        256: {16: (32, 4, 2), 32: (32, 4, 2), 64: (32, 8, 2)},
+        512: {16: (32, 4, 1), 32: (16, 4, 2)},
+        576: {16: (16, 4, 2), 32: (16, 4, 1)},
+    },
+}
+
+TOKEN_GRADIENT: dict[str, Table] = {
+    "227 KB": {
+        64: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
+        128: {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 8, 2)},
+        256: {16: (32, 4, 2), 32: (32, 4, 2), 64: (64, 8, 2)},
+        512: {16: (32, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
+        576: {16: (32, 4, 2), 32: (16, 8, 2), 64: (16, 8, 2)},
+    },
+    "163 KB": {
+        64: {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 2)},
+        128: {16: (64, 4, 2), 32: (64, 4, 2), 64: (32, 4, 2)},
+        256: {16: (32, 4, 2), 32: (32, 4, 2), 64: (32, 8, 2)},
+        512: {16: (32, 4, 2), 32: (16, 8, 2)},
+        576: {16: (16, 4, 2), 32: (16, 8, 1)},
+    },
+    "99 KB": {
+        64: {16: (64, 4, 2), 32: (64, 4, 2), 64: (32, 4, 2)},
+        128: {16: (32, 4, 2), 32: (32, 4, 2), 64: (32, 4, 1)},
+        256: {16: (32, 4, 2), 32: (16, 4, 2)},
+        512: {16: (16, 4, 2)},
+        576: {16: (16, 4, 1)},
+    },
+}
+
+# Here ``rows`` are the queries a step and ``keys`` the key rows a program owns.
+KEY_GRADIENT: dict[str, Table] = {
+    "227 KB": {
+        64: {64: (64, 4, 2)},
+        128: {64: (64, 8, 2)},
+        256: {64: (64, 8, 1)},
+        512: {64: (64, 8, 1)},
+        576: {32: (64, 8, 1)},
+    },
+    "163 KB": {
+        64: {64: (64, 4, 2)},
+        128: {64: (64, 8, 2)},
+        256: {32: (64, 8, 1)},
+        512: {32: (32, 8, 1)},
+        576: {16: (32, 8, 1)},
+    },
+    "99 KB": {
+        64: {64: (64, 4, 2)},
+        128: {32: (64, 4, 2)},
+        256: {32: (32, 4, 1)},
+        512: {16: (32, 8, 1)},
+        576: {16: (16, 8, 1)},
+    },
+}
+
+# fp32 has no tensor-core form within its error budget: every product is fused multiply-adds.
+FLOAT32: dict[str, Table] = {
+    "forward": {
+        128: {16: (32, 4, 1), 32: (32, 4, 1)},
+        256: {16: (32, 4, 1)},
+        512: {16: (16, 8, 1)},
+        576: {16: (16, 8, 1)},
+    },
+    "token_gradient": {
+        128: {16: (32, 4, 1)},
+        256: {16: (16, 4, 1)},
+        512: {16: (16, 8, 1)},
+        576: {16: (16, 8, 1)},
+    },
+    "key_gradient": {
+        128: {16: (32, 4, 1)},
+        256: {16: (16, 4, 1)},
+        512: {16: (16, 8, 1)},
+        576: {16: (16, 8, 1)},
+    },
+}
+
+
+def _entry(table: Table, head_dim: int, rows: int) -> Tile:
+    by_rows = table[min(bound for bound in table if bound >= head_dim)]
+    fitting = [size for size in by_rows if size >= rows]
+    chosen = min(fitting) if fitting else max(by_rows)
+    return Tile(chosen, *by_rows[chosen])
+
+
+def forward_tile(capability: int, head_dim: int, rows: int, float32: bool) -> Tile:
+    """Tile of ``forward_kernel`` for up to ``rows`` useful rows (heads, or heads and tokens)."""
+    table = FLOAT32["forward"] if float32 else FORWARD[memory_class(capability)]
+    return _entry(table, head_dim, rows)
+
+
+def token_gradient_tile(capability: int, head_dim: int, rows: int, float32: bool) -> Tile:
+    """Tile of ``token_gradient_kernel``, chosen like the forward's."""
+    table = FLOAT32["token_gradient"] if float32 else TOKEN_GRADIENT[memory_class(capability)]
+    return _entry(table, head_dim, rows)
+
+
+def key_gradient_tile(capability: int, head_dim: int, float32: bool) -> Tile:
+    """Tile of ``key_gradient_kernel``: ``rows`` queries a step, ``keys`` owned key rows."""
+    table = FLOAT32["key_gradient"] if float32 else KEY_GRADIENT[memory_class(capability)]
+    return _entry(table, head_dim, 16)
+
+
+class SlotTile(NamedTuple):
+    """Sizes of ``slot_gradient_kernel``: columns, heads and slots a step, warps, stages."""
+
+    columns: int
+    heads: int
+    slots: int
+    warps: int
+    stages: int
+
+
+def slot_gradient_tile(capability: int, group: int, head_dim: int, float32: bool) -> SlotTile:
+    """Tile of ``slot_gradient_kernel`` for a group of ``group`` heads."""
+    columns = 64 if head_dim <= 64 else 128
+    if float32:
+        return SlotTile(64, 16, 16, 4, 1)
+    widest = 128 if memory_class(capability) == "227 KB" else 64
+    heads = next(size for size in (16, 32, 64, 128) if size >= min(group, widest))
+    return SlotTile(columns, heads, 64, 4, 2)

@@ -1,0 +1,265 @@
+"""Backward over query tiles: delta, the query's gradient and, on request, P and dS.
+
+One program owns ROWS query rows (see ``tiles``), walks the keys they see as the forward does
+and recomputes, from the sink-inclusive lse,
+
+    delta = rowsum(out * dO)         P = exp(scale * Q K^T - lse)
+    dS = scale * P * (dO K^T - delta)                    dQ = sum over blocks of dS K
+
+(FlashAttention-2's backward; the sink only enters through lse and delta.) For the gather kind
+it can store P and dS, ``[tokens of the chunk, H, slots padded]``, for ``slot_gradient_kernel``.
+With neither dQ nor P wanted it is the delta kernel. Rows that see no key, or whose lse is not
+finite because of the sink, read nothing of dO and give 0.
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import (
+    DENSE,
+    GATHER,
+    LOG2E,
+    finite_or_zero,
+    fitting_exponent,
+    last_used_slot,
+    load_rows,
+    load_slots,
+    locate,
+    power_of_two,
+    store_rows,
+    token_value,
+    window_first,
+)
+
+
+@triton.jit
+def score_gradient(q0, q1, do0, do1, base, offset, loaded, visible, lse2, delta, exponent, acc0, acc1, scale, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, CLEAN: tl.constexpr, NEED_QUERY: tl.constexpr, RANGE: tl.constexpr):  # fmt: skip
+    """P and dS (fp32) of one block of keys, and the accumulated dQ.
+
+    With RANGE (fp16) dS enters the product as ``dS * 2**exponent``, row by row, and acc0 and
+    acc1 hold dQ times the same factor.
+    """
+    k0 = load_rows(base, offset, loaded, 1, D, 0, D0)
+    s = tl.dot(q0, tl.trans(k0), input_precision="ieee")
+    dp = tl.dot(do0, tl.trans(k0), input_precision="ieee")
+    if D1 > 0:
+        k1 = load_rows(base, offset, loaded, 1, D, D0, D1)
+        s = tl.dot(q1, tl.trans(k1), s, input_precision="ieee")
+        dp = tl.dot(do1, tl.trans(k1), dp, input_precision="ieee")
+    p = tl.where(visible, tl.exp2(s * (scale * LOG2E) - lse2[:, None]), 0.0)
+    ds = tl.where(visible, p * (dp - delta[:, None]) * scale, 0.0)
+    if NEED_QUERY:
+        fitted = ds
+        if RANGE:
+            lowered = fitting_exponent(ds, exponent)
+            fade = power_of_two(lowered - exponent)
+            acc0 = acc0 * fade[:, None]
+            if D1 > 0:
+                acc1 = acc1 * fade[:, None]
+            exponent = lowered
+            fitted = ds * power_of_two(exponent)[:, None]
+        fitted = fitted.to(k0.dtype)
+        if CLEAN:
+            k0 = finite_or_zero(k0)
+        acc0 = tl.dot(fitted, k0, acc0, input_precision="ieee")
+        if D1 > 0:
+            if CLEAN:
+                k1 = finite_or_zero(k1)
+            acc1 = tl.dot(fitted, k1, acc1, input_precision="ieee")
+    return p, ds, exponent, acc0, acc1
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "pool_rows", "slots", "window", "first_token", "first_program"]
+)
+def token_gradient_kernel(
+    QUERY,
+    LOCAL,
+    POOL,
+    INDICES,
+    WINDOW_START,
+    POOL_START,
+    POOL_END,
+    OUT,
+    GRAD_OUT,
+    LSE,
+    DELTA,
+    GRAD_QUERY,
+    P,
+    DS,
+    USED_END,
+    q_b,
+    q_h,
+    q_t,
+    q_d,
+    l_b,
+    l_g,
+    l_t,
+    p_b,
+    p_g,
+    p_s,
+    i_b,
+    i_t,
+    i_k,
+    w_b,
+    w_t,
+    ps_b,
+    ps_t,
+    pe_b,
+    pe_t,
+    o_b,
+    o_h,
+    o_t,
+    o_d,
+    do_b,
+    do_h,
+    do_t,
+    do_d,
+    dq_b,
+    dq_h,
+    dq_t,
+    dq_d,
+    tokens,
+    pool_rows,
+    slots,
+    window,
+    first_token,
+    first_program,
+    padded_slots,
+    scale,
+    KIND: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    NEED_QUERY: tl.constexpr,
+    STORE: tl.constexpr,
+    RANGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SINGLE: tl.constexpr,
+    STAGES: tl.constexpr,
+    SCAN: tl.constexpr,
+):
+    program = first_program + tl.num_programs(0) - 1 - tl.program_id(0)
+    batch, token, head, valid = locate(program, tokens, GROUP, ROWS, SINGLE)
+    kv_head = tl.program_id(1).to(tl.int64)
+    heads = tl.num_programs(1) * GROUP
+    batch64 = batch.to(tl.int64)
+    token64 = token.to(tl.int64)
+    head64 = kv_head * GROUP + head
+    lane = tl.arange(0, KEYS)
+
+    # What the rows see.
+    first = window_first(WINDOW_START, w_b, w_t, batch, token, valid, window, BOUNDED, SINGLE)
+    seen = first <= token
+    start = 0
+    stop = 0
+    span = pool_rows
+    if (KIND == GATHER and BOUNDED) or KIND == DENSE:
+        start = token_value(POOL_START, ps_b, ps_t, batch, token, valid, SINGLE)
+        stop = token_value(POOL_END, pe_b, pe_t, batch, token, valid, SINGLE)
+        span = stop - start
+    used_end = 0
+    if KIND == GATHER:
+        indices = INDICES + batch64 * i_b + token64 * i_t
+        used_end = last_used_slot(indices, i_k, slots, span, SCAN)
+        seen = seen | (used_end > 0)
+    if KIND == DENSE:
+        seen = seen | (start < stop)
+
+    # delta, for the rows that take part.
+    row = (batch64 * heads + head64) * tokens + token64
+    lse = tl.load(LSE + row, mask=valid, other=float("inf"))
+    live = valid & seen & (lse != float("inf")) & (lse != float("-inf"))
+    do_row = head64 * do_h + token64 * do_t
+    o_row = head64 * o_h + token64 * o_t
+    do0 = load_rows(GRAD_OUT + batch64 * do_b, do_row, live, do_d, D, 0, D0)
+    out = load_rows(OUT + batch64 * o_b, o_row, live, o_d, D, 0, D0)
+    delta = tl.sum(out.to(tl.float32) * do0.to(tl.float32), 1)
+    do1 = do0
+    if D1 > 0:
+        do1 = load_rows(GRAD_OUT + batch64 * do_b, do_row, live, do_d, D, D0, D1)
+        out = load_rows(OUT + batch64 * o_b, o_row, live, o_d, D, D0, D1)
+        delta += tl.sum(out.to(tl.float32) * do1.to(tl.float32), 1)
+    tl.store(DELTA + row, delta, mask=valid)
+
+    if NEED_QUERY or STORE:
+        lse2 = tl.where(live, lse * LOG2E, float("inf"))
+        q_row = head64 * q_h + token64 * q_t
+        q0 = load_rows(QUERY + batch64 * q_b, q_row, live, q_d, D, 0, D0)
+        q1 = q0
+        acc0 = tl.zeros([ROWS, D0], tl.float32)
+        acc1 = delta
+        if D1 > 0:
+            q1 = load_rows(QUERY + batch64 * q_b, q_row, live, q_d, D, D0, D1)
+            acc1 = tl.zeros([ROWS, D1], tl.float32)
+        exponent = tl.full([ROWS], 100, tl.int32)
+
+        if NEED_QUERY:
+            local = LOCAL + batch64 * l_b + kv_head * l_g
+            if SINGLE:
+                begin = first
+                end = token + 1
+            else:
+                begin = tl.min(tl.where(valid, first, tokens))
+                end = tl.max(tl.where(valid, token, -1)) + 1
+            for at in tl.range(begin, end, KEYS, num_stages=STAGES):
+                key = at + lane
+                loaded = key < end
+                visible = loaded[None, :]
+                if not SINGLE:
+                    visible = (key[None, :] >= first[:, None]) & (key[None, :] <= token[:, None])
+                p, ds, exponent, acc0, acc1 = score_gradient(
+                    q0, q1, do0, do1, local, key.to(tl.int64) * l_t, loaded, visible,
+                    lse2, delta, exponent, acc0, acc1, scale, D, D0, D1, not SINGLE, True, RANGE,
+                )  # fmt: skip
+
+        if KIND == GATHER:
+            pool = POOL + batch64 * p_b + kv_head * p_g
+            flat = batch64 * tokens + token64 - first_token
+            stored = (flat * heads + head64) * padded_slots
+            for at in tl.range(0, used_end, KEYS, num_stages=STAGES):
+                pool_row, used = load_slots(indices, i_k, at + lane, slots, span, start)
+                p, ds, exponent, acc0, acc1 = score_gradient(
+                    q0, q1, do0, do1, pool, pool_row * p_s, used, used[None, :],
+                    lse2, delta, exponent, acc0, acc1, scale, D, D0, D1, False, NEED_QUERY, RANGE,
+                )  # fmt: skip
+                if STORE:
+                    place = stored[:, None] + (at + lane)[None, :]
+                    tl.store(P + place, p.to(P.dtype.element_ty), mask=valid[:, None])
+                    tl.store(DS + place, ds.to(DS.dtype.element_ty), mask=valid[:, None])
+            if STORE:
+                tl.store(USED_END + flat, used_end)
+
+        if KIND == DENSE and NEED_QUERY:
+            pool = POOL + batch64 * p_b + kv_head * p_g
+            if SINGLE:
+                begin = start
+                end = stop
+            else:
+                begin = tl.min(tl.where(valid & (start < stop), start, pool_rows))
+                end = tl.max(tl.where(valid & (start < stop), stop, 0))
+            for at in tl.range(begin, end, KEYS, num_stages=STAGES):
+                key = at + lane
+                loaded = key < end
+                visible = loaded[None, :]
+                if not SINGLE:
+                    visible = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
+                p, ds, exponent, acc0, acc1 = score_gradient(
+                    q0, q1, do0, do1, pool, key.to(tl.int64) * p_s, loaded, visible,
+                    lse2, delta, exponent, acc0, acc1, scale, D, D0, D1, not SINGLE, True, RANGE,
+                )  # fmt: skip
+
+        if NEED_QUERY:
+            if RANGE:
+                restore = power_of_two(-exponent)
+                acc0 = acc0 * restore[:, None]
+                if D1 > 0:
+                    acc1 = acc1 * restore[:, None]
+            dq_row = head64 * dq_h + token64 * dq_t
+            grad = GRAD_QUERY + batch64 * dq_b
+            store_rows(grad, dq_row, valid, dq_d, acc0, D, 0, D0)
+            if D1 > 0:
+                store_rows(grad, dq_row, valid, dq_d, acc1, D, D0, D1)
