@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from . import generation
@@ -27,6 +28,17 @@ from .settings import settings
 from .value_checks import check_values as check_values_of
 
 _prepared: dict[tuple[object, ...], Prepared] = {}
+
+
+@torch.compiler.assume_constant_result
+def _choices(backend: str | None, backward_backend: str | None) -> tuple[str, str, bool]:
+    """What is forced ("" for routing's choice) and whether to check values.
+
+    While tracing this runs once, outside the graph: discovery and environment reads are not
+    for dynamo to follow, and what is forced at trace time stays in the graph.
+    """
+    forced = forced_by(backend, backward_backend)
+    return forced.forward or "", forced.backward or "", settings().check_values
 
 
 @overload
@@ -155,22 +167,23 @@ def attention(
         scale,
         layout,
     )
+    if not is_plain(arguments):
+        forward, backward, check = _choices(backend, backward_backend)
+        if check_values is not None:
+            check = check_values
+        result = run_operator(arguments, checked_call(arguments), forward, backward, check)
+        return result if return_lse else result[0]
+
     known = settings()
     check = known.check_values if check_values is None else check_values
     forced = forced_by(backend, backward_backend)
-    if not is_plain(arguments):
-        call = checked_call(arguments)
-        if check:
-            check_values_of(call)
-        result = run_operator(arguments, call, forced)
-        return result if return_lse else result[0]
-
     policy = current_policy(known.policy)
-    # The policy by id: hashing its rules would cost more than the call. An entry keeps it alive.
-    key = (signature(arguments), forced, id(policy), generation.current())
     try:
+        # The policy by id: hashing its rules would cost more than the call. An entry keeps it
+        # alive.
+        key = (signature(arguments), forced, id(policy), generation.current())
         prepared = _prepared.get(key)
-    except TypeError:
+    except (TypeError, RuntimeError):
         checked_call(arguments)
         raise
     if prepared is None:

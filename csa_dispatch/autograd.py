@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from .call import Call, Gradients
+from .call import Call
 from .call_spec import spec_of
 from .forcing import Forced
 from .policy import current_policy
 from .runner import Runner, runner_for
 from .settings import settings
+from .value_checks import check_values as check_values_of
 
 Needs = tuple[bool, bool, bool, bool]
 
@@ -78,6 +79,7 @@ def attention_op(
     needs_grad: list[bool],
     backend: str,
     backward_backend: str,
+    check_values: bool,
 ) -> tuple[Tensor, Tensor]:
     """The forward on canonical tensors; routes when it runs. "" leaves a choice to routing."""
     call = Call(
@@ -93,6 +95,8 @@ def attention_op(
         compress_ratio,
         scale,
     )
+    if check_values:
+        check_values_of(call)
     return _runtime_runner(call, needs_grad, backend, backward_backend).forward(call)
 
 
@@ -175,7 +179,7 @@ def _(
 def _setup_context(ctx, inputs, output) -> None:  # pyright: ignore
     ctx.save_for_backward(*inputs[:8], *output)
     ctx.mark_non_differentiable(output[1])
-    ctx.rest = inputs[8:]
+    ctx.rest = inputs[8:14]
 
 
 def _backward(ctx, grad_output: Tensor, _grad_lse: Tensor | None):  # pyright: ignore
@@ -185,7 +189,7 @@ def _backward(ctx, grad_output: Tensor, _grad_lse: Tensor | None):  # pyright: i
         torch.ops.csa_dispatch.attention_backward(grad_output, output, lse, *tensors, *ctx.rest)
     )
     query, local_kv, sparse_kv, sink = (next(found) if needed else None for needed in needs)
-    return (query, local_kv, sparse_kv, None, sink, *(None,) * 9)
+    return (query, local_kv, sparse_kv, None, sink, *(None,) * 10)
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
@@ -202,6 +206,3 @@ def needs_of(call: Call) -> Needs:
         sparse_kv is not None and sparse_kv.requires_grad,
         sink is not None and sink.requires_grad,
     )
-
-
-__all__ = ["AttentionFunction", "Gradients", "attention_op", "needs_of"]

@@ -11,7 +11,6 @@ from .autograd import needs_of
 from .call import Kind
 from .call_spec import CallSpec, spec_of
 from .explain import describe_call, explain
-from .forcing import Forced
 from .layouts import LAYOUTS
 from .policy import Entry
 from .prepared import (
@@ -97,13 +96,13 @@ class Plan:
             layout,
         )
         if not is_plain(arguments):
-            forced = Forced(self.forward, self.backward, "plan")
-            result = run_operator(arguments, checked_call(arguments), forced)
+            call = checked_call(arguments)
+            result = run_operator(arguments, call, self.forward, self.backward, False)
             return result if return_lse else result[0]
-        key = signature(arguments)
         try:
+            key = signature(arguments)
             prepared = self._prepared.get(key)
-        except TypeError:
+        except (TypeError, RuntimeError):
             checked_call(arguments)
             raise
         if prepared is None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .autograd import AttentionFunction, attention_op, needs_of
 from .call import Call
-from .forcing import Forced
 from .layouts import LAYOUTS, Layout
 from .policy import Policy
 from .runner import Runner
@@ -171,10 +170,10 @@ def run(prepared: Prepared, call: Call) -> tuple[Tensor, Tensor]:
     return prepared.order.from_output(output), prepared.order.from_lse(lse)
 
 
-def run_operator(arguments: Arguments, call: Call, forced: Forced) -> tuple[Tensor, Tensor]:
-    """Run a call through the opaque operators, which route when they run."""
-    output, lse = attention_op(
-        *call, list(needs_of(call)), forced.forward or "", forced.backward or ""
-    )
+def run_operator(
+    arguments: Arguments, call: Call, forward: str, backward: str, check_values: bool
+) -> tuple[Tensor, Tensor]:
+    """Run a call through the opaque operators, which route (and check values) when they run."""
+    output, lse = attention_op(*call, list(needs_of(call)), forward, backward, check_values)
     order = LAYOUTS[arguments.layout]
     return order.from_output(output), order.from_lse(lse)

@@ -1,0 +1,145 @@
+"""The autograd surface: what is differentiable, once, and what tracing sees."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+import csa_dispatch
+from csa_dispatch import BackendRefused, Capabilities, attention, record_receipts, use_backend
+from tests.core.probes import Inputs, WindowBackend, inputs
+
+BACKENDS = ["eager", "attention_gym"]
+
+
+def gradients(made: Inputs, **call: Any) -> list[torch.Tensor | None]:
+    output = attention(*made, sliding_window_size=3, **call)
+    weights = torch.linspace(-1, 1, output.numel()).reshape(output.shape)
+    (output * weights).sum().backward()
+    return [tensor.grad for tensor in made if tensor.is_floating_point()]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("needs", [n for n in product((False, True), repeat=4) if any(n)])
+def test_every_subset_of_gradients_equals_the_full_run(
+    backend: str, needs: tuple[bool, ...]
+) -> None:
+    full = gradients(inputs(grad=True), backend=backend)
+    made = inputs()
+    differentiable = [made.query, made.local_kv, made.sparse_kv, made.attention_sink]
+    for tensor, need in zip(differentiable, needs, strict=True):
+        tensor.requires_grad_(need)
+    for got, expected, need in zip(gradients(made, backend=backend), full, needs, strict=True):
+        if need:
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+        else:
+            assert got is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_double_backward_raises(backend: str) -> None:
+    made = inputs(grad=True)
+    output = attention(*made, sliding_window_size=3, backend=backend)
+    (grad,) = torch.autograd.grad(output.square().sum(), made.query, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_lse_is_not_differentiable_and_does_not_disturb_the_rest() -> None:
+    made = inputs(grad=True)
+    output, lse = attention(*made, sliding_window_size=3, return_lse=True)
+    assert not lse.requires_grad
+    (output.sum() + lse.sum()).backward()
+    other = inputs(grad=True)
+    attention(*other, sliding_window_size=3).sum().backward()
+    assert torch.equal(made.query.grad, other.query.grad)
+
+
+@pytest.mark.parametrize("name", ["query", "kv_indices"])
+def test_in_place_edit_between_forward_and_backward_raises(name: str) -> None:
+    made = inputs(grad=True)
+    query = made.query * 1
+    edited = query if name == "query" else made.kv_indices
+    output = attention(query, *made[1:], sliding_window_size=3)
+    with torch.no_grad():
+        edited.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_no_grad_saves_nothing() -> None:
+    made = inputs(grad=True)
+    with torch.no_grad():
+        assert not attention(*made, sliding_window_size=3).requires_grad
+    with torch.inference_mode():
+        attention(*made, sliding_window_size=3)
+
+
+def test_determinism_switched_on_before_backward_is_honoured_or_raises(registered: Any) -> None:
+    registered(WindowBackend("racy", Capabilities(deterministic=csa_dispatch.FALSE)))
+    made = inputs(grad=True)
+    outputs = {
+        name: attention(made.query, made.local_kv, sliding_window_size=3, backend=name)
+        for name in ("racy", "eager")
+    }
+    torch.use_deterministic_algorithms(True)
+    try:
+        outputs["eager"].sum().backward()
+        with pytest.raises(BackendRefused, match="deterministic is True; needs False"):
+            outputs["racy"].sum().backward()
+        with pytest.raises(BackendRefused, match="deterministic"):
+            attention(made.query, made.local_kv, backend="racy")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operator_path_equals_the_direct_path(backend: str) -> None:
+    direct, traced = inputs(grad=True), inputs(grad=True)
+    expected = attention(*direct, sliding_window_size=3, backend=backend)
+    expected.sum().backward()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(*tensors: torch.Tensor) -> torch.Tensor:
+        return attention(*tensors, sliding_window_size=3, backend=backend)
+
+    with record_receipts() as receipts:
+        output = step(*traced)
+        output.sum().backward()
+    assert [(item.direction, item.backend) for item in receipts] == [
+        ("forward", backend),
+        ("backward", backend),
+    ]
+    torch.testing.assert_close(output, expected)
+    for got, wanted in zip(traced, direct, strict=True):
+        if got.is_floating_point():
+            torch.testing.assert_close(got.grad, wanted.grad)
+
+
+def test_forcing_at_trace_time_is_kept_in_the_graph() -> None:
+    made = inputs()
+
+    def step(query: torch.Tensor, local_kv: torch.Tensor) -> torch.Tensor:
+        return attention(query, local_kv, sliding_window_size=3)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    with record_receipts() as receipts:
+        with use_backend("attention_gym"):
+            compiled(made.query, made.local_kv)
+        compiled(made.query, made.local_kv)
+    assert receipts[0].backend == "attention_gym"
+
+
+def test_meta_and_fake_tensors_give_shapes_without_running() -> None:
+    made = inputs()
+    with record_receipts() as receipts:
+        output, lse = attention(
+            *(tensor.to("meta") for tensor in made), sliding_window_size=3, return_lse=True
+        )
+    assert output.is_meta
+    assert (output.shape, lse.shape) == (made.query.shape, (1, 4, 8))
+    assert lse.dtype == torch.float32
+    assert receipts == []

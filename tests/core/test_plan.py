@@ -1,0 +1,82 @@
+"""Plans: resolved once, picklable, verified on use and never re-decided."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from csa_dispatch import (
+    BackendRefused,
+    CallSpec,
+    Capabilities,
+    Kind,
+    OneOf,
+    Plan,
+    attention,
+    record_receipts,
+    resolve,
+    use_backend,
+)
+from tests.core.probes import WindowBackend, inputs
+
+
+def test_plan_computes_what_attention_does_and_survives_pickle_and_json() -> None:
+    made = inputs(grad=True)
+    plan = resolve(*made, sliding_window_size=4)
+    restored = [
+        pickle.loads(pickle.dumps(plan)),
+        Plan.from_dict(json.loads(json.dumps(plan.to_dict()))),
+    ]
+    expected = attention(*made, sliding_window_size=4)
+    for item in restored:
+        assert item == plan
+        output, lse = item(*made, sliding_window_size=4, return_lse=True)
+        assert torch.equal(output, expected)
+        assert lse.shape == (1, 4, 8)
+        output.sum().backward()
+
+
+def test_plan_is_not_re_decided_by_context_or_other_sizes(registered: Any) -> None:
+    registered(WindowBackend("one"))
+    plan = resolve(
+        CallSpec(kind=Kind.WINDOW, dtype="float32", heads=4, head_dim=16), backend="one"
+    )
+    for tokens in (8, 12):
+        made = inputs(tokens=tokens, grad=True)
+        with use_backend("eager"), record_receipts() as receipts:
+            plan(made.query, made.local_kv, sliding_window_size=3).sum().backward()
+        assert [receipt.backend for receipt in receipts] == ["one", "one"]
+
+
+def test_plan_refuses_calls_and_hosts_it_does_not_fit(registered: Any) -> None:
+    registered(WindowBackend("narrow", Capabilities(head_dim=OneOf((16,)))))
+    plan = resolve(inputs().query, inputs().local_kv, backend="narrow")
+    other = inputs(head_dim=32)
+    with pytest.raises(BackendRefused, match="head_dim is 32; needs 16"):
+        plan(other.query, other.local_kv)
+    with pytest.raises(TypeError, match="sliding_window_size"):
+        plan(inputs().query, inputs().local_kv, sliding_window_size=True)
+    elsewhere = Plan(plan.spec, "not_here", "not_here", plan.policy, plan.why)
+    assert [reason.field for reason in elsewhere.verify()] == ["availability"]
+    with pytest.raises(BackendRefused, match="not installed"):
+        elsewhere(inputs().query, inputs().local_kv)
+
+
+def test_plan_is_frozen_and_malformed_data_is_refused() -> None:
+    plan = resolve(inputs().query, inputs().local_kv)
+    with pytest.raises(AttributeError):
+        plan.forward = "triton"  # pyright: ignore[reportAttributeAccessIssue]
+    for key in ("spec", "forward"):
+        data = {name: value for name, value in plan.to_dict().items() if name != key}
+        with pytest.raises(ValueError, match="plan data is malformed"):
+            Plan.from_dict(data)
+
+
+def test_nothing_eligible_is_no_plan(registered: Any) -> None:
+    registered(WindowBackend("narrow", Capabilities(head_dim=OneOf((16,)))))
+    with pytest.raises(BackendRefused, match="head_dim is 512"):
+        resolve(CallSpec(), backend="narrow")

@@ -1,0 +1,217 @@
+"""Policies, decisions, fallback notices and explain."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import csa_dispatch
+from csa_dispatch import (
+    BackendRefused,
+    Between,
+    CallSpec,
+    Capabilities,
+    FallbackWarning,
+    Kind,
+    OneOf,
+    Reason,
+    attention,
+    explain,
+    load_policy,
+    use_policy,
+)
+from csa_dispatch.policy import default_policy, parse_policy
+from tests.core.probes import WindowBackend, inputs
+
+
+def policy(*prefer: str, **when: Any) -> Any:
+    rules = [{"prefer": list(prefer), "when": when}, {"prefer": ["eager"]}]
+    return parse_policy({"name": "test", "rule": rules}, "test policy")
+
+
+def test_first_matching_rule_decides() -> None:
+    rules = [
+        {"when": {"head_dim": {"min": 64, "max": 128, "multiple_of": 64}}, "prefer": ["a"]},
+        {"when": {"dtype": ["bfloat16", "float16"], "kind": "window"}, "prefer": ["b", "c+d"]},
+        {"prefer": ["eager"]},
+    ]
+    made = parse_policy({"name": "x", "rule": rules}, "x")
+    assert made.rule_for(CallSpec(head_dim=128))[0] == 0
+    assert made.rule_for(CallSpec(head_dim=96, kind=Kind.WINDOW))[0] == 1
+    assert [str(entry) for entry in made.rules[1].prefer] == ["b", "c+d"]
+    assert made.rule_for(CallSpec(head_dim=96))[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name = 3\nrule = 4", "tables"),
+        ("[[rule]]\nprefer = []", "rule 0"),
+        ("[[rule]]\nprefer = ['a+b+c']", "a\\+b\\+c"),
+        ("[[rule]]\nprefer = ['eager']\nwhen = { headdim = 3 }", "when.headdim"),
+        ("[[rule]]\nprefer = ['eager']\nwhen = { tokens = { low = 3 } }", "unknown keys"),
+        ("[[rule]]\nprefer = ['eager']\nwhen = { kind = 'windows' }", "when.kind"),
+        ("[[rule]]\nprefer = ['eager']\nelse = 1", "else"),
+        ("[[rule", "not valid TOML"),
+    ],
+)
+def test_malformed_policy_names_file_and_key(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_policy(path)
+    assert str(path) in str(caught.value)
+
+
+def test_policy_comes_from_context_over_environment_over_default(
+    tmp_path: Path, environment: Any, registered: Any
+) -> None:
+    for name in ("one", "two"):
+        registered(WindowBackend(name))
+    spec = CallSpec(kind=Kind.WINDOW)
+    assert explain(spec).policy == "default"
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "mine"\n[[rule]]\nprefer = ["one"]\n')
+    environment("CSA_DISPATCH_POLICY", str(path))
+    assert (explain(spec).forward, explain(spec).policy) == ("one", "mine")
+    with use_policy(policy("two", "eager")):
+        assert (explain(spec).forward, explain(spec).policy) == ("two", "test")
+    assert explain(spec).forward == "one"
+
+
+def test_changed_policy_is_seen_by_the_next_call(registered: Any) -> None:
+    registered(WindowBackend("one"))
+    made = inputs()
+    for expected, chosen in (("one", policy("one")), ("eager", policy("eager"))):
+        with use_policy(chosen), csa_dispatch.record_receipts() as receipts:
+            attention(made.query, made.local_kv, sliding_window_size=2)
+        assert [receipt.backend for receipt in receipts] == [expected]
+
+
+def test_forward_and_backward_entries_are_one_unit(registered: Any) -> None:
+    registered(WindowBackend("forward_only", backward=False))
+    registered(WindowBackend("other"))
+    spec = CallSpec(kind=Kind.WINDOW, needs_grad=(True, False, False, False))
+    with use_policy(policy("forward_only", "forward_only+other", "eager")):
+        decision = explain(spec)
+        assert (decision.forward, decision.backward) == ("forward_only", "other")
+        assert "no backward" in str(decision.refused()["forward_only"][0])
+        assert explain(spec._replace(needs_grad=(False,) * 4)).backward is None
+
+
+def test_predicates_and_all_reasons_are_collected() -> None:
+    def even_tokens(spec: CallSpec) -> Reason | None:
+        """Tokens: an even number."""
+        return None if spec.tokens % 2 == 0 else Reason("even_tokens", "odd", "even", "pad")
+
+    claims = Capabilities(
+        dtype=OneOf(("float32",)), head_dim=Between(16, 64, 16), predicates=(even_tokens,)
+    )
+    fields = [reason.field for reason in claims.reasons(CallSpec(tokens=3))]
+    assert fields == ["dtype", "head_dim", "even_tokens"]
+    assert claims.reasons(CallSpec(dtype="float32", head_dim=48)) == ()
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [
+        Between(3, 20, 4),
+        Between(1, 1),
+        Between(0, None, 128),
+        Between(16, 512),
+        OneOf(("a", "b"), others=("c",)),
+        csa_dispatch.FALSE,
+    ],
+)
+def test_claims_contain_their_inside_and_refuse_their_outside(allowed: Any) -> None:
+    assert allowed.inside()
+    assert all(value in allowed for value in allowed.inside())
+    assert not any(value in allowed for value in allowed.outside())
+    assert allowed.describe()
+
+
+def test_fallback_is_noticed_once_forbidden_or_allowed(registered: Any, environment: Any) -> None:
+    registered(WindowBackend("fast", Capabilities(head_dim=OneOf((512,)))))
+    made = inputs()
+    call = {"query": made.query, "local_kv": made.local_kv, "sliding_window_size": 2}
+    with use_policy(policy("fast", "eager", device_type="cpu")):
+        with pytest.warns(FallbackWarning, match=r"eager runs.*fast: head_dim is 16; needs 512"):
+            attention(**call)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            attention(**call)
+            attention(**{**call, "sliding_window_size": 3})
+        environment("CSA_DISPATCH_FALLBACK", "error")
+        with pytest.raises(BackendRefused, match="FALLBACK=error"):
+            attention(**call)
+        environment("CSA_DISPATCH_FALLBACK", "allow")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            attention(**call)
+
+
+def test_backend_for_other_hardware_is_no_fallback(registered: Any, environment: Any) -> None:
+    registered(WindowBackend("gpu", Capabilities(device_type=OneOf(("cuda",)))))
+    environment("CSA_DISPATCH_FALLBACK", "error")
+    made = inputs()
+    with use_policy(policy("gpu", "eager", device_type="cpu")):
+        attention(made.query, made.local_kv, sliding_window_size=2)
+
+
+def test_explain_answers_for_real_meta_and_fake_tensors_and_other_devices() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    made = inputs(grad=True)
+    real = explain(*made, sliding_window_size=4)
+    assert (real.forward, real.backward) == ("eager", "eager")
+    meta = explain(*(tensor.to("meta") for tensor in made), sliding_window_size=4)
+    assert meta.spec._replace(device_type="cpu", tracing=False) == real.spec._replace(
+        tracing=False
+    )
+    with FakeTensorMode() as mode:
+        fake = explain(*(mode.from_tensor(tensor) for tensor in made), sliding_window_size=4)
+    assert fake.spec.tracing
+    assert fake.forward == "eager"
+    b300 = explain(*made, sliding_window_size=4, device="sm_103")
+    assert (b300.spec.device_type, b300.spec.capability) == ("cuda", 103)
+    for wrong in ("cuda", "sm90x", "b300!", "sm_"):
+        with pytest.raises(ValueError, match="device is"):
+            explain(*made, device=wrong)
+
+
+def test_decision_reads_well_and_is_json(registered: Any) -> None:
+    registered(WindowBackend("narrow", Capabilities(head_dim=OneOf((512,)))))
+    with use_policy(policy("narrow", "eager")):
+        decision = explain(inputs().query, inputs().local_kv)
+    text = str(decision)
+    assert text.startswith("forward: eager\n")
+    assert "narrow cannot run it:\n  head_dim is 16; needs 512" in text
+    assert json.loads(json.dumps(decision.to_dict()))["considered"][0]["eligible"] is False
+
+
+def test_two_devices_in_one_process_route_by_their_own_capability(registered: Any) -> None:
+    registered(WindowBackend("blackwell", Capabilities(capability=OneOf((100, 103)))))
+    with use_policy(policy("blackwell", "eager", device_type="cuda")):
+        spec = CallSpec(device_type="cuda", capability=100)
+        assert explain(spec).forward == "blackwell"
+        assert explain(spec._replace(capability=90)).forward == "eager"
+
+
+def test_default_policy_has_a_rule_for_every_device() -> None:
+    for device in ("cpu", "cuda", "xpu", "privateuseone"):
+        for capability in (None, 80, 90, 103, 120):
+            default_policy().rule_for(CallSpec(device_type=device, capability=capability))
+
+
+def test_spec_describes_strides_by_the_tensors_themselves() -> None:
+    query = torch.randn(1, 4, 8, 16)
+    assert csa_dispatch.describe_call(query, query[:, :1]).strides == "aligned"
+    odd = torch.randn(1, 4, 8, 17)[..., :16]
+    assert csa_dispatch.describe_call(odd, query[:, :1]).strides == "unit"
+    swapped = torch.randn(1, 4, 16, 8).mT
+    assert csa_dispatch.describe_call(swapped, query[:, :1]).strides == "any"

@@ -1,0 +1,224 @@
+"""Every bad argument is one clear error, in every layout, before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import csa_dispatch
+from csa_dispatch import attention, record_receipts
+from tests.core.probes import inputs
+
+
+def to_layout(layout: str, **tensors: Any) -> dict[str, Any]:
+    """BHSD tensors in another layout's order."""
+
+    def query(x: torch.Tensor) -> torch.Tensor:
+        return {
+            "BHSD": x,
+            "BSHD": x.permute(0, 2, 1, 3),
+            "SBHD": x.permute(2, 0, 1, 3),
+            "THD": x[0].permute(1, 0, 2),
+        }[layout]
+
+    moved = dict(tensors)
+    for name in ("query", "local_kv", "sparse_kv"):
+        if name in moved:
+            moved[name] = query(moved[name])
+    if layout == "THD":
+        for name in ("kv_indices", "doc_ids"):
+            if name in moved:
+                moved[name] = moved[name][0]
+    return moved
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    made = inputs()._asdict()
+    made["sliding_window_size"] = 4
+    made.update(changes)
+    return made
+
+
+OFFSETS = torch.tensor([0, 4, 8], dtype=torch.int32)
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "window bool": ({"sliding_window_size": True}, TypeError, "sliding_window_size is True"),
+    "window float": ({"sliding_window_size": 1.5}, TypeError, "sliding_window_size is 1.5"),
+    "window negative": ({"sliding_window_size": -1}, ValueError, "sliding_window_size is -1"),
+    "scale zero": ({"scale": 0.0}, ValueError, "scale is 0.0"),
+    "scale nan": ({"scale": float("nan")}, ValueError, "scale is nan"),
+    "scale inf": ({"scale": float("inf")}, ValueError, "scale is inf"),
+    "scale negative": ({"scale": -1}, ValueError, "scale is -1"),
+    "scale tensor": ({"scale": torch.tensor(0.5)}, TypeError, "scale is tensor"),
+    "query none": ({"query": None}, TypeError, "query is NoneType"),
+    "local list": ({"local_kv": [1]}, TypeError, "local_kv is list"),
+    "sparse dtype": ({"sparse_kv": torch.randn(1, 1, 6, 16).double()}, ValueError, "sparse_kv"),
+    "indices float": ({"kv_indices": torch.zeros(1, 8, 3)}, TypeError, "kv_indices"),
+    "indices bool": (
+        {"kv_indices": torch.zeros(1, 8, 3, dtype=torch.bool)},
+        TypeError,
+        "kv_indices is torch.bool; it must be int32 or int64",
+    ),
+    "indices int16": (
+        {"kv_indices": torch.zeros(1, 8, 3, dtype=torch.int16)},
+        TypeError,
+        "kv_indices",
+    ),
+    "indices rows": (
+        {"kv_indices": torch.zeros(1, 9, 3, dtype=torch.int32)},
+        ValueError,
+        "kv_indices",
+    ),
+    "sink length": (
+        {"attention_sink": torch.zeros(16)},
+        ValueError,
+        r"attention_sink is of shape \[16\]; it must be \[4\].*TP",
+    ),
+    "sink one": ({"attention_sink": torch.zeros(1)}, ValueError, r"\[1\]; it must be \[4\]"),
+    "sink double": (
+        {"attention_sink": torch.zeros(4, dtype=torch.float64)},
+        ValueError,
+        "attention_sink is torch.float64",
+    ),
+    "no selection": ({"kv_indices": None}, ValueError, "compress_ratio selects"),
+    "both selections": ({"compress_ratio": 4}, ValueError, "compress_ratio is 4 with kv_indices"),
+    "ratio zero": ({"kv_indices": None, "compress_ratio": 0}, ValueError, "compress_ratio is 0"),
+    "indices alone": ({"sparse_kv": None}, ValueError, "kv_indices is given"),
+    "one offset": ({"cu_seqlens": OFFSETS}, ValueError, "cu_seqlens_k is None"),
+    "other offset": ({"cu_seqlens_k": OFFSETS}, ValueError, "cu_seqlens is None"),
+    "offsets int64": (
+        {"cu_seqlens": OFFSETS.long(), "cu_seqlens_k": OFFSETS.long()},
+        TypeError,
+        "cu_seqlens is torch.int64; it must be int32",
+    ),
+    "offsets unequal": (
+        {"cu_seqlens": OFFSETS, "cu_seqlens_k": OFFSETS[:2]},
+        ValueError,
+        r"cu_seqlens_k is of shape \[2\]",
+    ),
+    "offsets scalar": (
+        {"cu_seqlens": OFFSETS[0], "cu_seqlens_k": OFFSETS[0]},
+        ValueError,
+        r"cu_seqlens is of shape \[\]",
+    ),
+    "ids and offsets": (
+        {
+            "cu_seqlens": OFFSETS,
+            "cu_seqlens_k": OFFSETS,
+            "doc_ids": torch.zeros(1, 8, dtype=torch.int32),
+        },
+        ValueError,
+        "doc_ids is given with cu_seqlens",
+    ),
+    "ids float": ({"doc_ids": torch.zeros(1, 8)}, TypeError, "doc_ids is torch.float32"),
+    "ids rows": (
+        {"doc_ids": torch.zeros(1, 7, dtype=torch.int32)},
+        ValueError,
+        "doc_ids is of shape",
+    ),
+    "device": ({"sparse_kv": torch.empty(1, 1, 6, 16, device="meta")}, ValueError, "on meta"),
+    "sparse tensor": ({"local_kv": torch.eye(4).to_sparse()}, ValueError, "local_kv is of layout"),
+    "backend": ({"backend": "eagre"}, ValueError, "Did you mean 'eager'"),
+    "backend type": ({"backend": 3}, TypeError, "backend is 3"),
+}
+
+
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD", "SBHD", "THD"])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_argument_is_named_in_every_layout(name: str, layout: str) -> None:
+    changes, error, message = BAD[name]
+    made = arguments(**changes)
+    tensors = {key: value for key, value in made.items() if isinstance(value, torch.Tensor)}
+    if "local_kv" in changes or "query" in changes:
+        tensors.pop("local_kv", None)
+    keep_shape = [key for key in tensors if key in changes and tensors[key].ndim < 3]
+    moved = to_layout(layout, **{k: v for k, v in tensors.items() if k not in keep_shape})
+    if layout == "THD" and "doc_ids" in keep_shape:
+        moved["doc_ids"] = tensors["doc_ids"][0]
+    with record_receipts() as receipts, pytest.raises(error, match=message):
+        attention(**{**made, **moved}, layout=layout)
+    assert receipts == []
+
+
+def test_unknown_layout_is_named() -> None:
+    for layout in ("bhsd", "", None, ["BHSD"]):
+        with pytest.raises(ValueError, match="layout is"):
+            attention(**arguments(), layout=layout)
+
+
+def test_packed_batch_is_refused_with_a_remedy() -> None:
+    made = inputs(batch=2)._asdict()
+    with pytest.raises(ValueError, match=r"batch size 2.*doc_ids"):
+        attention(**made, cu_seqlens=OFFSETS, cu_seqlens_k=OFFSETS)
+
+
+@pytest.mark.parametrize("groups", [3, 0])
+def test_kv_heads_must_divide_heads(groups: int) -> None:
+    made = arguments(
+        local_kv=torch.randn(1, groups, 8, 16), sparse_kv=torch.randn(1, groups, 6, 16)
+    )
+    with pytest.raises(ValueError, match="divides query's 4 heads"):
+        attention(**made)
+
+
+def test_pool_heads_must_match_local_heads() -> None:
+    made = arguments(local_kv=torch.randn(1, 4, 8, 16))
+    with pytest.raises(ValueError, match="sparse_kv is of 1 KV heads"):
+        attention(**made)
+
+
+def test_bad_argument_cannot_ride_on_a_good_ones_cache_entry() -> None:
+    made = arguments(sliding_window_size=1, scale=1.0)
+    attention(**made, backend="eager")
+    for name, bad in (
+        ("sliding_window_size", True),
+        ("sliding_window_size", 1.0),
+        ("scale", True),
+    ):
+        with pytest.raises(TypeError, match=name):
+            attention(**{**made, name: bad}, backend="eager")
+
+
+def test_validation_holds_under_tracing() -> None:
+    made = arguments(attention_sink=torch.zeros(16))
+    compiled = torch.compile(attention, backend="eager", fullgraph=False)
+    with pytest.raises(Exception, match="attention_sink is of shape"):
+        compiled(**made)
+
+
+VALUE_FAULTS = {
+    "start": ({"cu_seqlens": torch.tensor([1, 4, 8])}, "cu_seqlens is 1 at its start"),
+    "decrease": ({"cu_seqlens": torch.tensor([0, 6, 4])}, "cu_seqlens is 6, 4"),
+    "past the end": ({"cu_seqlens": torch.tensor([0, 4, 9])}, "cu_seqlens is 9 at its end"),
+    "pool end": ({"cu_seqlens_k": torch.tensor([0, 3, 7])}, "cu_seqlens_k is 7 at its end"),
+    "index": ({"kv_indices": torch.full((1, 8, 2), 3)}, r"kv_indices is 3 at \[0, 0, 0\]"),
+}
+
+
+@pytest.mark.parametrize("name", VALUE_FAULTS)
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_check_values_reads_offsets_and_indices(name: str, how: str, environment: Any) -> None:
+    changes, message = VALUE_FAULTS[name]
+    offsets = {"cu_seqlens": OFFSETS, "cu_seqlens_k": torch.tensor([0, 3, 6])}
+    indices = torch.zeros(1, 8, 2, dtype=torch.int64)
+    made = arguments(**{"kv_indices": indices, **offsets, **changes})
+    for key in ("cu_seqlens", "cu_seqlens_k"):
+        made[key] = made[key].to(torch.int32)
+    if how == "environment":
+        environment("CSA_DISPATCH_CHECK_VALUES", "1")
+    with pytest.raises(ValueError, match=message):
+        attention(**made, check_values=True if how == "argument" else None)
+
+
+def test_check_values_passes_good_calls_and_decreasing_ids_fail() -> None:
+    attention(**arguments(), check_values=True)
+    ids = torch.tensor([[0, 0, 1, 1, 0, 2, 2, 2]])
+    with pytest.raises(ValueError, match=r"doc_ids is decreasing at \[0, 4\]"):
+        attention(**arguments(doc_ids=ids), check_values=True)
+
+
+def test_public_names_are_all_importable() -> None:
+    for name in csa_dispatch.__all__:
+        assert getattr(csa_dispatch, name) is not None
