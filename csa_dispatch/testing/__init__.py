@@ -1,6 +1,6 @@
 """What trust rests on: the float64 oracle, error budgets, generated cases and mutants."""
 
-from .budgets import TensorVerdict, gradient_tensors, judge, targets
+from .budgets import Target, TensorVerdict, gradient_tensors, judge
 from .cases import Case, Inputs, build, to_call
 from .check import (
     CellResult,
@@ -16,6 +16,7 @@ from .check import (
 from .covering import Boundary, boundaries_for, cases_for
 from .oracle import oracle_forward, oracle_gradients, visible_rows
 from .plain import plain_attention, plain_forward, plain_gradients
+from .targets import targets
 
 __all__ = [
     "Boundary",
@@ -25,6 +26,7 @@ __all__ = [
     "Outcome",
     "Reference",
     "Run",
+    "Target",
     "TensorVerdict",
     "attend",
     "attention_run",

@@ -27,17 +27,12 @@ zero (gradients of rows nobody sees, rows that see nothing) must be exactly zero
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from csa_dispatch.call import Call, Gradients
-
-from .magnitudes import Magnitudes, magnitudes
-from .oracle import oracle_forward, oracle_gradients, visible_rows
-from .plain import accumulation_dtype, plain_forward, plain_gradients
+from csa_dispatch.call import Gradients
 
 PLAIN_MULTIPLE = 2.0
 """How many times plain eager PyTorch's own error a backend may make, before epsilon terms."""
@@ -117,8 +112,8 @@ def judge(target: Target, actual: Tensor) -> TensorVerdict:
     plain = torch.where(finite, target.plain.detach().double() - reference, 0.0).nan_to_num(0.0)
     size = torch.where(finite, reference, 0.0)
     measures = (
-        ("Frobenius", _frobenius, target.epsilon_frobenius),
-        ("max", _largest, target.epsilon_max),
+        ("Frobenius", frobenius, target.epsilon_frobenius),
+        ("max", largest, target.epsilon_max),
     )
     share, messages = 0.0, []
     for label, norm, epsilon in measures:
@@ -129,7 +124,7 @@ def judge(target: Target, actual: Tensor) -> TensorVerdict:
         if used > 1:
             unit = _unit(target, norm(size))
             messages.append(f"{label} error {made / unit:.3g}, allowed {allowed / unit:.3g}")
-    measure = _frobenius if target.relative else _largest
+    measure = frobenius if target.relative else largest
     unit = _unit(target, measure(size))
     return TensorVerdict(
         target.name, share, measure(error) / unit, measure(plain) / unit, "; ".join(messages)
@@ -145,145 +140,14 @@ def _failed(target: Target, message: str) -> TensorVerdict:
     return TensorVerdict(target.name, math.inf, math.inf, 0.0, message)
 
 
-def _frobenius(tensor: Tensor) -> float:
+def frobenius(tensor: Tensor) -> float:
+    """Root of the sum of squares."""
     return float(tensor.norm())
 
 
-def _largest(tensor: Tensor) -> float:
+def largest(tensor: Tensor) -> float:
+    """Largest absolute value, 0 for an empty tensor."""
     return float(tensor.abs().max()) if tensor.numel() else 0.0
-
-
-def targets(call: Call, grad_output: Tensor, *, gradients: bool = True) -> dict[str, Target]:
-    """What every result of ``call`` must equal, by name, with its budget.
-
-    Args:
-        call: the call; its tensors are read at their own (quantised) dtype.
-        grad_output: ``[B, H, T, D]`` upstream gradient.
-        gradients: False leaves the gradients out.
-    """
-    sizes = magnitudes(call, grad_output)
-    plain_out, plain_lse = plain_forward(call)
-    output, lse = oracle_forward(call)
-    empty = _empty_rows(call)
-    dead = _takes_all(call)
-    blank = (empty[:, None] | dead[None])[..., None]
-    found = {
-        "output": _target("output", call, call.query.dtype, output, plain_out, blank, sizes.output, sizes, 0),
-        "lse": _lse_target(call, lse, plain_lse, sizes),
-    }
-    if gradients:
-        found |= _gradient_targets(call, grad_output, blank, sizes)
-    return found
-
-
-def _gradient_targets(
-    call: Call, grad_output: Tensor, blank: Tensor, sizes: Magnitudes
-) -> dict[str, Target]:
-    exact = oracle_gradients(call, grad_output)
-    plain = plain_gradients(call, grad_output)
-    local_unseen, pool_unseen = _unseen_rows(call)
-    batch, heads, tokens, _ = call.query.shape
-    shared = heads // call.local_kv.shape[1]
-    window_hits = min(call.sliding_window_size, tokens) * shared
-    names = (
-        ("dquery", "query", blank, 0),
-        ("dlocal_kv", "local_kv", local_unseen[:, None, :, None], window_hits),
-        ("dsparse_kv", "sparse_kv", pool_unseen[:, None, :, None], tokens * shared),
-        ("dsink", "attention_sink", _infinite_sink(call), batch * tokens),
-    )
-    found = {}
-    for name, field, zero, hits in names:
-        value = getattr(exact, field)
-        if value is not None:
-            size = getattr(sizes, field)
-            dtype = getattr(call, field).dtype
-            yardstick = getattr(plain, field)
-            found[name] = _target(name, call, dtype, value, yardstick, zero, size, sizes, hits)
-    return found
-
-
-def _target(
-    name: str,
-    call: Call,
-    dtype: torch.dtype,
-    value: Tensor,
-    plain: Tensor,
-    zero: Tensor,
-    size: Tensor,
-    sizes: Magnitudes,
-    hits: int,
-) -> Target:
-    rounding, fine = _roundoff(call.query.dtype), _roundoff(accumulation_dtype(call.query.dtype))
-    finite = value.isfinite() & size.isfinite()
-    reference, terms = torch.where(finite, value, 0.0), torch.where(finite, size, 0.0)
-    reference = reference.abs().clamp(min=torch.finfo(dtype).tiny)
-    exponent = fine * ((1 + sizes.logit) * math.sqrt(_reduction(call)) + math.sqrt(hits))
-
-    tail = 1 + 2 / math.sqrt(max(1, value.numel()))
-
-    def epsilon(norm: Callable[[Tensor], float], factor: float) -> float:
-        terms_error = (factor * rounding + exponent) * norm(terms)
-        return _roundoff(dtype) * norm(reference) + terms_error
-
-    return Target(
-        name, dtype, value, plain, zero, epsilon(_frobenius, tail), epsilon(_largest, tail + 1)
-    )
-
-
-def _lse_target(call: Call, value: Tensor, plain: Tensor, sizes: Magnitudes) -> Target:
-    exact = accumulation_dtype(call.query.dtype)
-    bound = _roundoff(exact) * (1 + sizes.logit) * math.sqrt(_reduction(call))
-    never = torch.zeros((), dtype=torch.bool, device=value.device)
-    frobenius = bound * math.sqrt(value.numel())
-    return Target("lse", exact, value, plain, never, frobenius, bound, relative=False)
-
-
-def _roundoff(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps / 2
-
-
-def _reduction(call: Call) -> int:
-    """``n``: terms of a dot product plus terms of a softmax."""
-    tokens, head_dim = call.query.shape[2:]
-    keys = min(call.sliding_window_size, tokens)
-    if call.kv_indices is not None:
-        keys += call.kv_indices.shape[-1]
-    elif call.sparse_kv is not None:
-        keys += call.sparse_kv.shape[2]
-    return head_dim + keys
-
-
-def _takes_all(call: Call) -> Tensor:
-    """Heads ``[H, 1]`` whose sink is +inf: they put out exactly 0."""
-    if call.attention_sink is None:
-        return torch.zeros(1, 1, dtype=torch.bool, device=call.query.device)
-    return (call.attention_sink == math.inf)[:, None]
-
-
-def _infinite_sink(call: Call) -> Tensor:
-    """Heads ``[H]`` whose sink is -inf or +inf: its gradient is exactly 0."""
-    if call.attention_sink is None:
-        return torch.zeros(1, dtype=torch.bool, device=call.query.device)
-    return call.attention_sink.isinf()
-
-
-def _empty_rows(call: Call) -> Tensor:
-    """Rows ``[B, T]`` that see no key."""
-    empty = [[not row.local and not row.pool for row in rows] for rows in visible_rows(call)]
-    shape = (call.query.shape[0], call.query.shape[2])
-    return torch.tensor(empty, dtype=torch.bool, device=call.query.device).reshape(shape)
-
-
-def _unseen_rows(call: Call) -> tuple[Tensor, Tensor]:
-    """Rows ``[B, T]`` of local_kv and ``[B, S]`` of sparse_kv that no query row sees."""
-    batch, _, tokens, _ = call.local_kv.shape
-    pool = 0 if call.sparse_kv is None else call.sparse_kv.shape[2]
-    local = torch.ones(batch, tokens, dtype=torch.bool)
-    sparse = torch.ones(batch, pool, dtype=torch.bool)
-    for b, rows in enumerate(visible_rows(call)):
-        local[b, [j for row in rows for j in row.local]] = False
-        sparse[b, [j for row in rows for j in row.pool]] = False
-    return local.to(call.query.device), sparse.to(call.query.device)
 
 
 def gradient_tensors(gradients: Gradients) -> dict[str, Tensor | None]:

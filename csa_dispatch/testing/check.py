@@ -15,8 +15,9 @@ from csa_dispatch.call import Call, Gradients
 from csa_dispatch.call_spec import GRADIENT_INPUTS
 from csa_dispatch.reasons import BackendRefused
 
-from .budgets import Target, TensorVerdict, gradient_tensors, judge, targets
+from .budgets import Target, TensorVerdict, gradient_tensors, judge
 from .cases import Case, Inputs, build, to_call
+from .targets import targets
 
 
 class Outcome(NamedTuple):

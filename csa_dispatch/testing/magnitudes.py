@@ -7,7 +7,7 @@ squares of the terms, elementwise, which is the size of a sum of independent rou
 
 With ``p``, ``dp`` and ``delta`` as in the oracle, ``up(x) = max(|x|, smallest normal)`` because
 below the smallest normal number errors stop shrinking (fp16 probabilities), and
-``rho = |up(output) * grad_output|`` (2-norm: the error of delta that the output's rounding makes)::
+``rho = |up(output) * grad_output|`` (2-norm: delta's error from the rounding of the output)::
 
     output^2 = sum_j up(p_j)^2 value_j^2
     ds_j     = up(p_j * hypot(dp_j, delta))
