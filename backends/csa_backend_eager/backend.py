@@ -1,0 +1,84 @@
+"""The backend object: capabilities, and the entry into forward and backward."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from csa_dispatch.backend import Availability, Backend
+from csa_dispatch.call import Call, Gradients, Kind, token_bounds
+from csa_dispatch.capabilities import Capabilities, OneOf
+
+from .backward import Saved, backward
+from .branch import Branch
+from .dense import CountedBranch, DenseBranch
+from .forward import forward
+from .gathered import GatheredBranch
+from .window import WindowBranch
+from .workspace import Workspace
+
+CAPABILITIES = Capabilities(
+    dtype=OneOf(("float64", "float32", "bfloat16", "float16")),
+)
+
+
+class EagerBackend(Backend):
+    """PyTorch operations alone, tile by tile; runs wherever torch runs, without a sync."""
+
+    name = "eager"
+    summary = "PyTorch on any device, in bounded memory"
+    forward_capabilities = CAPABILITIES
+    backward_capabilities = CAPABILITIES
+
+    def probe(self) -> Availability:
+        return Availability(version=f"torch {torch.__version__}")
+
+    @torch.no_grad()
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        with _no_autocast(call.query.device.type):
+            workspace = Workspace(call.query.device)
+            return forward(call, branches(call, workspace), workspace)
+
+    @torch.no_grad()
+    def backward(
+        self,
+        call: Call,
+        output: Tensor,
+        lse: Tensor,
+        grad_output: Tensor,
+        needs: tuple[bool, bool, bool, bool],
+    ) -> Gradients:
+        with _no_autocast(call.query.device.type):
+            workspace = Workspace(call.query.device)
+            saved = Saved(output, lse, grad_output)
+            return backward(call, branches(call, workspace), saved, needs, workspace)
+
+
+def branches(call: Call, workspace: Workspace) -> list[Branch]:
+    """The call's sources of keys: the window, then the pool if there is one."""
+    bounds = token_bounds(call)
+    found: list[Branch] = [WindowBranch(call, bounds, workspace)]
+    if call.kind is Kind.DENSE:
+        found.append(DenseBranch(call, bounds, workspace))
+    elif call.kind is Kind.GATHER:
+        pick = CountedBranch if counting_is_faster(call) else GatheredBranch
+        found.append(pick(call, bounds, workspace))
+    return found
+
+
+def counting_is_faster(call: Call) -> bool:
+    """Whether to compute selected keys against the whole pool with counts.
+
+    A gathered key costs its copy and its gradient's scatter per KV head besides matmuls of
+    only H / G rows; a pool row costs one column of a large matmul.
+    """
+    return False
+
+
+def _no_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Keep a surrounding autocast from casting fp32 accumulations down."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)

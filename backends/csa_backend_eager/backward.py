@@ -1,0 +1,151 @@
+"""Backward: probabilities recomputed from lse, tile by tile and segment by segment.
+
+With P = exp(z - lse), delta = <output, grad_output> per row and value = key:
+
+    dP = grad_output key^T        dS = P (dP - delta)
+    grad_query = scale dS key     grad_key = scale dS^T query + P^T grad_output
+    grad_sink  = -sum_t exp(sink - lse) delta
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from csa_dispatch.call import Call, Gradients
+
+from .branch import Branch, KVGradient, Segment
+from .forward import sees_a_key, sink_of_rows
+from .products import (
+    add_rows_times_keys,
+    add_scores_times_keys,
+    add_scores_times_rows,
+    empty_scores,
+)
+from .tiles import Tile, accumulate_dtype, tiles
+from .workspace import Workspace
+
+
+class Saved(NamedTuple):
+    """What forward left and what comes from above: output, lse, grad_output."""
+
+    output: Tensor
+    lse: Tensor
+    grad_output: Tensor
+
+
+class TileRows(NamedTuple):
+    """A tile's rows, ``[batches, G, tokens, R, (D)]``, contiguous, accumulation dtype.
+
+    Rows that must stay out of products shared with others have query, grad_output and delta 0
+    and lse +inf, so that P = dS = 0: those that see no key, and those whose result is NaN.
+
+    Attributes:
+        tainted: bool, rows whose result is NaN: the gradients of their query and of every key
+            they see become NaN.
+        sink_terms: ``exp(sink - lse) * delta``, 0 for rows that see no key.
+    """
+
+    query: Tensor
+    grad_output: Tensor
+    delta: Tensor
+    lse: Tensor
+    tainted: Tensor
+    sink_terms: Tensor
+
+
+def backward(
+    call: Call,
+    branches: list[Branch],
+    saved: Saved,
+    needs: tuple[bool, bool, bool, bool],
+    workspace: Workspace,
+) -> Gradients:
+    """The gradients ``needs`` asks for; ``branches`` is the local one, then the pool's if any."""
+    query, sink = call.query, call.attention_sink
+    kv_heads = call.local_kv.shape[1]
+    dtype = accumulate_dtype(query.dtype)
+    grad_query = torch.empty_like(query) if needs[0] else None
+    wanted = zip(branches, needs[1:3], strict=False)
+    grad_keys = [KVGradient(branch.source) if need else None for branch, need in wanted]
+    grad_sink = query.new_zeros(query.shape[1], dtype=dtype)
+
+    for tile in tiles(call):
+        rows = _load(call, tile, saved, sees_a_key(branches, tile, query.device), workspace)
+        grad_sink -= rows.sink_terms.sum(dim=(0, 2)).flatten()
+        grad_rows = None
+        if needs[0]:
+            grad_rows = workspace.empty("grad_query", rows.query.shape, dtype).zero_()
+        for branch, grad_key in zip(branches, grad_keys, strict=True):
+            if grad_rows is None and grad_key is None:
+                continue
+            for segment in branch.segments(tile):
+                probability, grad_score = _scores(rows, segment, call.scale, workspace)
+                if grad_rows is not None:
+                    add_scores_times_keys(grad_rows, grad_score, segment, call.scale)
+                if grad_key is not None:
+                    grad = workspace.empty("grad_keys", segment.keys.shape, dtype).zero_()
+                    add_scores_times_rows(grad, probability, rows.grad_output, 1.0)
+                    add_scores_times_rows(grad, grad_score, rows.query, call.scale)
+                    branch.add_gradient(grad_key, tile, segment, grad, _tainted(rows, segment))
+        if grad_query is not None and grad_rows is not None:
+            grad_rows.masked_fill_(rows.tainted.unsqueeze(-1), torch.nan)
+            tile.rows_of(grad_query, kv_heads).copy_(grad_rows)
+
+    results = [None if grad is None else grad.result() for grad in grad_keys]
+    return Gradients(
+        grad_query,
+        results[0],
+        results[1] if len(results) > 1 else None,
+        grad_sink.to(sink.dtype) if needs[3] and sink is not None else None,
+    )
+
+
+def _load(call: Call, tile: Tile, saved: Saved, sees: Tensor, workspace: Workspace) -> TileRows:
+    """Copy a tile's rows and take out those that must not reach a shared product."""
+    dtype = accumulate_dtype(call.query.dtype)
+
+    def load(name: str, tensor: Tensor) -> Tensor:
+        return workspace.copy(name, tile.rows_of(tensor, call.local_kv.shape[1]), dtype)
+
+    query, grad_output = load("query", call.query), load("grad_output", saved.grad_output)
+    delta = load("output", saved.output).mul_(grad_output).sum(dim=-1)
+    lse = load("lse", saved.lse)
+    live = sees & ~lse.isinf()  # lse is +inf under a sink of +inf: all gradients are 0
+    tainted = live & ~(lse + delta).isfinite()
+    sink_terms = torch.where(live, (sink_of_rows(call, query) - lse).exp() * delta, 0)
+    out = ~live | tainted
+    return TileRows(
+        query.masked_fill_(out.unsqueeze(-1), 0),
+        grad_output.masked_fill_(out.unsqueeze(-1), 0),
+        delta.masked_fill_(out, 0),
+        lse.masked_fill_(out, torch.inf),
+        tainted,
+        sink_terms,
+    )
+
+
+def _scores(
+    rows: TileRows, segment: Segment, scale: float, workspace: Workspace
+) -> tuple[Tensor, Tensor]:
+    """P and dS of a segment, ``[batches, G, blocks, tokens of a block, R, N]``."""
+    blocks = segment.keys.shape[2]
+    lse = rows.lse.unflatten(2, (blocks, -1)).unsqueeze(-1)
+    delta = rows.delta.unflatten(2, (blocks, -1)).unsqueeze(-1)
+    scores = empty_scores(workspace, "scores", rows.query, segment)
+    torch.sub(segment.bias.unsqueeze(-2), lse, out=scores)
+    probability = add_rows_times_keys(scores, rows.query, segment, scale).exp_()
+    grad_score = empty_scores(workspace, "grad_scores", rows.query, segment).copy_(delta.neg())
+    add_rows_times_keys(grad_score, rows.grad_output, segment, 1.0).mul_(probability)
+    return probability, grad_score
+
+
+def _tainted(rows: TileRows, segment: Segment) -> Tensor:
+    """Keys a tainted row sees: bool ``[batches, G, blocks, N]``."""
+    blocks = segment.keys.shape[2]
+    by_token = rows.tainted.any(dim=-1).unflatten(2, (blocks, -1)).unsqueeze(-2)
+    dtype = segment.bias.dtype
+    seen = (segment.bias != -torch.inf).to(dtype)
+    return torch.matmul(by_token.to(dtype), seen).squeeze(-2) > 0

@@ -1,0 +1,120 @@
+"""What the branches (window, gathered, dense) have in common: segments and KV gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .tiles import Tile, accumulate_dtype
+
+
+class Segment(NamedTuple):
+    """Some keys for every token of a tile; the tokens of a block share their keys.
+
+    The tile's tokens are split into ``blocks`` blocks here: strips of the window branch, one
+    block for the dense branch, one block per token for gathered keys.
+
+    Attributes:
+        keys: ``[batches, G, blocks, N, D]`` in the accumulation dtype. Finite in every row
+            that is shared with a token that may not see it.
+        bias: ``[batches, G or 1, blocks, tokens of a block, N]``, added to the logits: the
+            log of how often the token sees the key, so 0 for once and -inf for never; NaN where
+            a token sees a key whose non-finite values had to be taken out of ``keys``.
+        place: where the keys' gradient goes; the branch that made the segment knows.
+    """
+
+    keys: Tensor
+    bias: Tensor
+    place: Tensor | int
+
+
+class Branch(Protocol):
+    """One source of keys."""
+
+    source: Tensor
+    """The ``[B, G, rows, D]`` tensor the keys come from."""
+
+    def segments(self, tile: Tile) -> Iterator[Segment]:
+        """The keys of a tile, in segments that fit the workspace."""
+        ...
+
+    def sees_a_key(self, tile: Tile) -> Tensor:
+        """Whether each token sees any key of this branch: bool ``[batches, tokens]``."""
+        ...
+
+    def add_gradient(
+        self, gradient: KVGradient, tile: Tile, segment: Segment, rows: Tensor, tainted: Tensor
+    ) -> None:
+        """Add gradients of ``segment.keys`` to the source's.
+
+        ``rows`` has the keys' shape. ``tainted`` bool ``[batches, G, blocks, N]`` marks keys
+        seen by a token whose result is NaN: their gradient becomes NaN.
+        """
+        ...
+
+
+def take_out_nonfinite(keys: Tensor) -> Tensor:
+    """Zero the rows of ``keys`` ``[..., D]`` that hold NaN or Inf; return which were finite.
+
+    A matmul multiplies masked keys by probability 0, and 0 * NaN is NaN. So keys that are
+    shared by tokens of which some may not see them must be finite; ``shared_bias`` gives NaN
+    to those who do see a row taken out here.
+    """
+    finite = keys.isfinite().all(dim=-1)
+    keys.masked_fill_(~finite.unsqueeze(-1), 0)
+    return finite
+
+
+def shared_bias(seen: Tensor, finite: Tensor, log_count: Tensor | None, dtype: torch.dtype):
+    """Bias of keys shared within a block.
+
+    Args:
+        seen: bool ``[batches or 1, 1, blocks, tokens, N]``.
+        finite: bool ``[batches, G, blocks, N]`` from ``take_out_nonfinite``.
+        log_count: log multiplicity where seen, of the shape of ``seen``; None for once.
+        dtype: the accumulation dtype.
+    """
+    bias = torch.zeros((), dtype=dtype, device=finite.device)
+    bias = torch.where(finite, bias, torch.nan).unsqueeze(-2)
+    if log_count is not None:
+        bias = bias + log_count
+    return torch.where(seen, bias, -torch.inf)
+
+
+class KVGradient:
+    """Gradient of a ``[B, G, rows, D]`` tensor, summed in the accumulation dtype."""
+
+    def __init__(self, source: Tensor) -> None:
+        self.source = source
+        batch, kv_heads, length, head_dim = source.shape
+        self.length = length
+        total = batch * kv_heads * length
+        # The row past the end takes what unused slots would add.
+        sums = source.new_zeros(total + 1, head_dim, dtype=accumulate_dtype(source.dtype))
+        taint = torch.zeros(total + 1, device=source.device, dtype=sums.dtype)
+        self._all_sums, self._all_taint = sums, taint
+        self.sums = sums[:total].view(source.shape)
+        self.taint = taint[:total].view(source.shape[:3])
+
+    @property
+    def unused_row(self) -> int:
+        return self._all_sums.shape[0] - 1
+
+    def add_span(self, tile: Tile, first: int, rows: Tensor, tainted: Tensor) -> None:
+        """Add ``rows`` ``[batches, G, n, D]`` to source rows ``first .. first + n``."""
+        span = slice(first, first + rows.shape[2])
+        self.sums[tile.batch_slice, :, span] += rows
+        self.taint[tile.batch_slice, :, span] += tainted
+
+    def add_at(self, index: Tensor, rows: Tensor, tainted: Tensor) -> None:
+        """Add ``rows`` ``[n, D]`` at flat rows ``index`` ``[n]`` of ``[B * G * rows]``."""
+        self._all_sums.index_add_(0, index, rows)
+        self._all_taint.index_add_(0, index, tainted.to(self._all_taint.dtype))
+
+    def result(self) -> Tensor:
+        """The gradient in the source's dtype."""
+        self.sums.masked_fill_((self.taint > 0).unsqueeze(-1), torch.nan)
+        return self.sums.to(self.source.dtype)

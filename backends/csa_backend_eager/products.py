@@ -1,0 +1,54 @@
+"""The matmuls between a tile's rows and a segment's keys, batched over blocks.
+
+Scores of a segment are ``[batches, G, blocks, tokens of a block, R, N]``; as matmul operands,
+``by_block`` of them, ``[batches * G * blocks, tokens of a block * R, N]``.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .branch import Segment
+from .workspace import Workspace
+
+
+def empty_scores(workspace: Workspace, name: str, rows: Tensor, segment: Segment) -> Tensor:
+    """Uninitialised scores of contiguous ``rows`` ``[batches, G, tokens, R, D]``."""
+    batches, kv_heads, blocks, width, _ = segment.keys.shape
+    tokens, heads = rows.shape[2] // blocks, rows.shape[3]
+    shape = (batches, kv_heads, blocks, tokens, heads, width)
+    return workspace.empty(name, shape, rows.dtype)
+
+
+def by_block(scores: Tensor) -> Tensor:
+    """Scores as one matrix per block."""
+    return scores.view(-1, scores.shape[3] * scores.shape[4], scores.shape[5])
+
+
+def add_rows_times_keys(scores: Tensor, rows: Tensor, segment: Segment, scale: float) -> Tensor:
+    """``scores += scale * rows @ keys^T``, in place."""
+    matrices = by_block(scores)
+    rows_by_block = rows.view(*matrices.shape[:2], -1)
+    matrices.baddbmm_(rows_by_block, _keys(segment).transpose(1, 2), alpha=scale)
+    return scores
+
+
+def add_scores_times_keys(rows: Tensor, scores: Tensor, segment: Segment, scale: float) -> None:
+    """``rows += scale * scores @ keys``, in place."""
+    matrices = by_block(scores)
+    rows.view(*matrices.shape[:2], -1).baddbmm_(matrices, _keys(segment), alpha=scale)
+
+
+def add_scores_times_rows(keys: Tensor, scores: Tensor, rows: Tensor, scale: float) -> None:
+    """``keys += scale * scores^T @ rows``, in place: for each key a sum over its block's rows.
+
+    Args:
+        keys: contiguous, of the shape of ``segment.keys``.
+    """
+    matrices = by_block(scores)
+    rows_by_block = rows.view(*matrices.shape[:2], -1)
+    keys.flatten(0, 2).baddbmm_(matrices.transpose(1, 2), rows_by_block, alpha=scale)
+
+
+def _keys(segment: Segment) -> Tensor:
+    return segment.keys.flatten(0, 2)

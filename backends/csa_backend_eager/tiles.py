@@ -1,0 +1,130 @@
+"""Tiles: the pieces a call is cut into so that its working memory has a fixed bound.
+
+A tile is a run of query tokens of one or more batch entries, with all heads. Inside a tile,
+keys come in segments. Both are sized from ``WORKSPACE_BYTES``, whatever T, S, K and W are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csa_dispatch.call import Call
+
+WORKSPACE_BYTES = 64 * 2**20
+"""Bound on temporary memory of one forward or backward, in bytes.
+
+Beside it a call allocates what it returns, and in backward one accumulation-dtype buffer of
+the shape of each KV gradient asked for. One query token with one key is the least a tile can
+hold, so the bound assumes that 8 rows of ``[H, D]`` and 6 of ``[G, D]`` fit.
+"""
+
+TILE_TOKENS = 256
+"""Most query tokens of a tile: more only spills caches."""
+
+_ROW_COPIES = 8  # query, grad_output, output, delta's product, grad_query and their casts
+_SLOT_BYTES = 32  # row, flat index and masks of a slot
+_SCORE_COPIES = 3  # scores, dP, and one temporary
+_KEY_COPIES = 4  # keys in their own and the accumulation dtype, mask, gradient rows
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype sums are kept in: fp64 for fp64 inputs, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Query tokens ``first_token .. first_token + blocks * block_tokens`` of some batches.
+
+    The tokens form ``blocks`` blocks of ``block_tokens``: the unit whose tokens share one
+    contiguous strip of window keys.
+    """
+
+    first_batch: int
+    batches: int
+    first_token: int
+    blocks: int
+    block_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.blocks * self.block_tokens
+
+    @property
+    def batch_slice(self) -> slice:
+        return slice(self.first_batch, self.first_batch + self.batches)
+
+    @property
+    def token_slice(self) -> slice:
+        return slice(self.first_token, self.first_token + self.tokens)
+
+    def tokens_of(self, table: Tensor) -> Tensor:
+        """The tile's part of a ``[B, T, ...]`` table: ``[batches, tokens, ...]``."""
+        return table[self.batch_slice, self.token_slice]
+
+    def rows_of(self, tensor: Tensor, kv_heads: int) -> Tensor:
+        """View ``[B, H, T, ...]`` as ``[batches, G, tokens, H / G, ...]``, token-major."""
+        part = tensor[self.batch_slice, :, self.token_slice]
+        return part.unflatten(1, (kv_heads, -1)).transpose(2, 3)
+
+
+def tiles(call: Call) -> Iterator[Tile]:
+    """Cut a call into tiles whose per-token state takes at most a quarter of the workspace."""
+    batch, heads, tokens, head_dim = call.query.shape
+    itemsize = accumulate_dtype(call.query.dtype).itemsize
+    slots = 0 if call.kv_indices is None else call.kv_indices.shape[2]
+    token_bytes = _ROW_COPIES * heads * head_dim * itemsize + _SLOT_BYTES * slots
+    affordable = WORKSPACE_BYTES // 4 // token_bytes
+    most = max(1, min(affordable, TILE_TOKENS))
+    block = min(most, block_tokens(call.sliding_window_size))
+    if tokens <= most:  # short sequences: several batch entries a tile
+        step = most // max(tokens, 1)
+        spans = [(0, 1, tokens)] if tokens <= block else _spans(tokens, block, most)
+        for first in range(0, batch, step):
+            for start, blocks, size in spans:
+                yield Tile(first, min(step, batch - first), start, blocks, size)
+        return
+    for entry in range(batch):
+        for start, blocks, size in _spans(tokens, block, most):
+            yield Tile(entry, 1, start, blocks, size)
+
+
+def block_tokens(window: int) -> int:
+    """Tokens that share a window strip of ``block + W - 1`` keys.
+
+    Larger blocks make larger matmuls but compute more masked scores; half a window wastes a
+    third of the strip and was the fastest of 32, 64, 128 and 256 at W = 128.
+    """
+    return max(32, min(window // 2, TILE_TOKENS))
+
+
+def segment_keys(tile: Tile, call: Call, *, own_keys: bool) -> int:
+    """Most keys a segment may have per query token for its tensors to fit the workspace.
+
+    Args:
+        own_keys: each token has keys of its own (gathered) instead of sharing them in a block.
+    """
+    heads, head_dim = call.query.shape[1], call.query.shape[3]
+    itemsize = accumulate_dtype(call.query.dtype).itemsize
+    owners = tile.tokens if own_keys else tile.blocks
+    scores = _SCORE_COPIES * tile.tokens * heads
+    keys = _KEY_COPIES * owners * call.local_kv.shape[1] * head_dim
+    return max(1, WORKSPACE_BYTES * 3 // 4 // (tile.batches * (scores + keys) * itemsize))
+
+
+def _spans(tokens: int, block: int, most: int) -> list[tuple[int, int, int]]:
+    """Cut T tokens into (first token, blocks, tokens a block), the last ones smaller."""
+    spans: list[tuple[int, int, int]] = []
+    per_tile = max(1, most // block)
+    start = 0
+    while tokens - start >= block:
+        blocks = min(per_tile, (tokens - start) // block)
+        spans.append((start, blocks, block))
+        start += blocks * block
+    if start < tokens:
+        spans.append((start, 1, tokens - start))
+    return spans
