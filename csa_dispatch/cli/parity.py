@@ -1,0 +1,82 @@
+"""``csa-dispatch parity``: do the backends agree with the oracle, on this machine?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..parity import console as screen
+from ..parity.matrix import load_matrix
+from ..parity.report_html import write_html
+from ..parity.report_json import json_text, write_json
+from ..parity.report_junit import write_junit
+from ..parity.results import ParityRun
+from ..parity.runner import run_matrix
+from .output import console, errors, usage_errors
+
+
+def parity(
+    matrix: Annotated[
+        str,
+        typer.Option(
+            help="Matrix file (TOML), or the name of a shipped one: ci.toml, gpu.toml, dsv4.toml, "
+            "edge.toml."
+        ),
+    ] = "ci.toml",
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(help="Run this backend; repeatable. Default: the matrix's."),
+    ] = None,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(help="Fail when this backend is unavailable or refuses a case; repeatable."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda. Default: the matrix's.")
+    ] = None,
+    text: Annotated[
+        str, typer.Option("--filter", help="Only cells whose id contains this text.")
+    ] = "",
+    as_json: Annotated[
+        str | None, typer.Option("--json", help="Write JSON here; - prints it, and nothing else.")
+    ] = None,
+    junit: Annotated[str | None, typer.Option(help="Write JUnit XML here.")] = None,
+    html: Annotated[
+        str | None, typer.Option(help="Write a self-contained HTML report here.")
+    ] = None,
+) -> None:
+    """Run every backend against the float64 oracle, forward and backward.
+
+    Exits 0 when every cell passed or was rightly refused, 1 on any failure, 2 on a bad argument
+    or matrix.
+    """
+    if device not in (None, "cpu", "cuda"):
+        raise typer.BadParameter(f"{device!r} is not cpu or cuda", param_hint="--device")
+    with usage_errors():
+        loaded = load_matrix(matrix)
+        with screen.progress(errors, f"parity {loaded.name}") as listener:
+            run = run_matrix(
+                loaded,
+                backends=backend or (),
+                required=require or (),
+                device=device,
+                text=text,
+                listener=listener,
+            )
+        _write(run, as_json, junit, html)
+    if run.exit_code:
+        raise typer.Exit(run.exit_code)
+
+
+def _write(run: ParityRun, as_json: str | None, junit: str | None, html: str | None) -> None:
+    """Print the run and write the reports that were asked for."""
+    if as_json == "-":
+        typer.echo(json_text(run), nl=False)
+    else:
+        console.print(screen.render(run))
+    writers = ((as_json, write_json), (junit, write_junit), (html, write_html))
+    for path, write in writers:
+        if path is not None and path != "-":
+            write(run, path)
+            errors.print(f"wrote {path}", style="dim", highlight=False)

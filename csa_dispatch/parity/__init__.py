@@ -1,0 +1,16 @@
+"""The parity runner: do all backends agree with the oracle, in outputs and gradients?"""
+
+from .matrix import Matrix, load_matrix
+from .results import CellReport, ParityRun, Status
+from .runner import run_matrix
+from .toml_table import MatrixError
+
+__all__ = [
+    "CellReport",
+    "Matrix",
+    "MatrixError",
+    "ParityRun",
+    "Status",
+    "load_matrix",
+    "run_matrix",
+]

@@ -1,0 +1,194 @@
+"""From a matrix to its cells: which cases, in which layout, on which backends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+from csa_dispatch.capabilities import Capabilities
+from csa_dispatch.policy import Entry
+from csa_dispatch.registry import Row, backends
+from csa_dispatch.testing import Boundary, Case, boundaries_for, cases_for
+
+from .matrix import Group, Limit, Matrix, MatrixError
+from .results import Cell
+
+ANYTHING = Capabilities()
+
+
+@dataclass(frozen=True)
+class CaseWork:
+    """One case in one layout, whose oracle result all its cells share."""
+
+    group: Group
+    case: Case
+    layout: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class BoundaryWork:
+    """One call just outside a backend's claim, which it must refuse."""
+
+    boundary: Boundary
+    cells: tuple[Cell]
+
+
+Work = CaseWork | BoundaryWork
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What of a matrix is wanted.
+
+    Attributes:
+        backends: names, in order of display.
+        device: ``"cpu"`` or ``"cuda"``.
+        capability: the CUDA device's compute capability as ``major * 10 + minor``.
+        text: cells whose id does not contain it (in any case of letters) are left out.
+    """
+
+    backends: tuple[str, ...]
+    device: str
+    capability: int | None = None
+    text: str = ""
+
+
+def expand(matrix: Matrix, selection: Selection) -> tuple[list[Work], list[str]]:
+    """Every piece of work in the matrix, and notes on what limits left out.
+
+    Raises:
+        MatrixError: a group's axes make no case at all.
+    """
+    works: list[Work] = []
+    left_out: dict[str, int] = {}
+    seen: set[tuple[Entry, str, str]] = set()
+    for position, group in enumerate(matrix.groups):
+        if group.device not in ("", selection.device):
+            continue
+        for work in _group_works(matrix, position, selection):
+            kept = tuple(cell for cell in work.cells if _wanted(cell, work, selection, seen))
+            if isinstance(work, CaseWork):
+                for cell in kept:
+                    for name in _over(work.case, cell.entry, matrix):
+                        left_out[name] = left_out.get(name, 0) + 1
+                kept = tuple(c for c in kept if not _over(work.case, c.entry, matrix))
+            if kept:
+                works.append(replace(work, cells=kept))
+    notes = [
+        f"{name}: {number} cells left out, larger than {matrix.limits[name].max_blocks} blocks: "
+        f"{matrix.limits[name].why or 'limit of the matrix'}"
+        for name, number in left_out.items()
+    ]
+    return works, notes
+
+
+def _wanted(
+    cell: Cell, work: Work, selection: Selection, seen: set[tuple[Entry, str, str]]
+) -> bool:
+    """Whether a cell passes the filter and was not asked for by an earlier group."""
+    if selection.text.lower() not in cell.id.lower():
+        return False
+    key = (cell.entry, cell.layout, cell.name)
+    if isinstance(work, CaseWork) and key in seen:
+        return False
+    seen.add(key)
+    return True
+
+
+def _over(case: Case, entry: Entry, matrix: Matrix) -> list[str]:
+    """Names of the entry's backends whose limit in force the case exceeds."""
+    found = []
+    for name in dict.fromkeys(entry):
+        limit = matrix.limits.get(name)
+        if limit is not None and _in_force(limit):
+            blocks = case.batch * case.tokens * -(-case.heads // limit.heads_a_block)
+            if blocks > limit.max_blocks:
+                found.append(name)
+    return found
+
+
+def _in_force(limit: Limit) -> bool:
+    name, _, value = limit.environment.partition("=")
+    return not name or os.environ.get(name) == value
+
+
+def _group_works(matrix: Matrix, position: int, selection: Selection) -> Iterator[Work]:
+    group = matrix.groups[position]
+    names = [name for name in selection.backends if not group.backends or name in group.backends]
+    if group.source == "boundaries":
+        for name in names:
+            yield from _boundary_works(group, backends()[name], selection)
+        return
+    pairs = permutations(names, 2) if group.crossed else ((name, name) for name in names)
+    entries = [Entry(*pair) for pair in pairs]
+    try:
+        cases = _cases(group, names, selection)
+    except ValueError as error:
+        raise MatrixError(f"{matrix.path}: group[{position}].axes: {error}") from None
+    for number, case in enumerate(cases):
+        layout = _layout(group.layouts, number, case)
+        cells = (Cell("case", group.name, case.name, layout, entry) for entry in entries)
+        yield CaseWork(group, case, layout, tuple(cells))
+
+
+def _cases(group: Group, names: Sequence[str], selection: Selection) -> list[Case]:
+    if group.source == "list":
+        return list(group.cases)
+    claims = [(ANYTHING, ANYTHING)]
+    if group.source == "claims":
+        rows = [backends()[name].backend for name in names]
+        claims = [
+            (plugin.forward_capabilities, plugin.backward_capabilities)
+            for plugin in rows
+            if plugin is not None
+        ]
+    return [
+        case
+        for forward, backward in claims
+        for case in cases_for(
+            forward,
+            backward,
+            device_type=selection.device,
+            capability=selection.capability,
+            axes=group.axes,
+            strength=group.strength,
+            seed=group.seed,
+        )
+    ]
+
+
+def _layout(layouts: tuple[str, ...], number: int, case: Case) -> str:
+    """The layouts in turn; THD, which has no batch dimension, gives way when there is one."""
+    usable = [name for name in layouts if name != "THD" or case.batch == 1] or ["BHSD"]
+    wanted = layouts[number % len(layouts)]
+    return wanted if wanted in usable else usable[number % len(usable)]
+
+
+def _boundary_works(group: Group, row: Row, selection: Selection) -> Iterator[BoundaryWork]:
+    plugin = row.backend
+    if plugin is None:
+        return
+    device_type, capability = _claimed_device(plugin.forward_capabilities, selection)
+    found = boundaries_for(
+        plugin.forward_capabilities,
+        plugin.backward_capabilities,
+        device_type=device_type,
+        capability=capability,
+    )
+    for boundary in found:
+        value = getattr(boundary.spec, boundary.field)
+        name = f"{boundary.field}={getattr(value, 'value', value)}"
+        cell = Cell("boundary", group.name, name, "BHSD", Entry(row.name, row.name))
+        yield BoundaryWork(boundary, (cell,))
+
+
+def _claimed_device(claim: Capabilities, selection: Selection) -> tuple[str, int | None]:
+    """The run's device, or another that the backend claims: a refusal needs no hardware."""
+    if selection.device in claim.device_type:
+        return selection.device, selection.capability
+    device_type = next((value for value in claim.device_type.inside()), selection.device)
+    capability = next((value for value in claim.capability.inside()), None)
+    return str(device_type), capability if isinstance(capability, int) else None

@@ -1,0 +1,141 @@
+"""Running a matrix: each case's oracle once, then every backend against it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from csa_dispatch.call_spec import device_capability
+from csa_dispatch.registry import known_backend
+from csa_dispatch.routing import entry_reasons
+from csa_dispatch.testing import Case
+from csa_dispatch.testing.check import Reference, reference_for
+
+from .environment import environment
+from .execute import refused, run_boundary, run_case
+from .expand import BoundaryWork, CaseWork, Selection, Work, expand
+from .matrix import Matrix
+from .reference import chunked_reference
+from .results import CellReport, ParityRun, Status
+
+Listener = Callable[[CellReport, int, int], None]
+"""Called after every cell with its report, the number done and the number in all."""
+
+
+def run_matrix(
+    matrix: Matrix,
+    *,
+    backends: Sequence[str] = (),
+    required: Sequence[str] = (),
+    device: str | None = None,
+    text: str = "",
+    listener: Listener | None = None,
+) -> ParityRun:
+    """Run every cell of ``matrix``; what a backend raises is a failed cell, and the run goes on.
+
+    Args:
+        matrix: what to run.
+        backends: names; empty takes the matrix's, or else every known one.
+        required: names whose unsupported and unavailable cells are failures; they are run even
+            when ``backends`` does not name them.
+        device: ``"cpu"`` or ``"cuda"``; None takes the matrix's.
+        text: only cells whose id contains it.
+        listener: told of every cell as it ends.
+
+    Raises:
+        ValueError: an unknown backend, a device that is not here, or nothing to run.
+    """
+    started = time.perf_counter()
+    selection = _select(matrix, backends, required, device, text)
+    works, notes = expand(matrix, selection)
+    total = sum(len(work.cells) for work in works)
+    if not total:
+        raise ValueError(f"{matrix.path}: no cell to run on {selection.device} (filter {text!r})")
+    needed = frozenset(required)
+    reports: list[CellReport] = []
+    for work in works:
+        for report in _run(work, selection):
+            reports.append(report.required(needed))
+            if listener is not None:
+                listener(reports[-1], len(reports), total)
+    return ParityRun(
+        matrix=matrix.name,
+        path=matrix.path,
+        summary=matrix.summary,
+        device=selection.device,
+        backends=selection.backends,
+        required=tuple(required),
+        reports=tuple(reports),
+        notes=tuple(notes),
+        faults=tuple(_untested(reports, required)),
+        environment=environment(selection.device, selection.backends),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _select(
+    matrix: Matrix,
+    backends: Sequence[str],
+    required: Sequence[str],
+    device: str | None,
+    text: str,
+) -> Selection:
+    from csa_dispatch.registry import backends as known
+
+    for source, names in (("--backend", backends), ("--require", required)):
+        for name in names:
+            known_backend(name, source)
+    for name in matrix.backends:
+        known_backend(name, f"{matrix.path}: backends")
+    names = dict.fromkeys([*(backends or matrix.backends or known()), *required])
+    device = device or matrix.device
+    capability = None
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("device is cuda, but torch finds no CUDA device here")
+        capability = device_capability(torch.device("cuda", torch.cuda.current_device()))
+    return Selection(tuple(names), device, capability, text)
+
+
+def _untested(reports: Sequence[CellReport], required: Sequence[str]) -> Iterator[str]:
+    """Required backends that computed nothing, although nothing of theirs failed either."""
+    for name in dict.fromkeys(required):
+        mine = [report for report in reports if name in report.cell.entry]
+        ran = any(report.receipts for report in mine)
+        if not ran and not any(report.status is Status.FAIL for report in mine):
+            yield f"{name} is required, but no cell of this run exercised it"
+
+
+def _run(work: Work, selection: Selection) -> Iterator[CellReport]:
+    if isinstance(work, BoundaryWork):
+        for cell in work.cells:
+            yield run_boundary(cell, work.boundary, selection.device)
+    else:
+        yield from _run_case(work, selection)
+
+
+def _run_case(work: CaseWork, selection: Selection) -> Iterator[CellReport]:
+    spec = work.case.spec(selection.device, selection.capability)
+    if work.case.deterministic != spec.deterministic:
+        spec = spec._replace(deterministic=work.case.deterministic)
+    reference: Reference | None = None
+    for cell in work.cells:
+        reasons = entry_reasons(spec, cell.entry)
+        if reasons:
+            yield CellReport(cell, refused(reasons), reasons=reasons)
+            continue
+        if reference is None:
+            reference = _reference(work, selection.device)
+        yield run_case(cell, work.case, reference)
+
+
+def _reference(work: CaseWork, device: str) -> Reference:
+    if work.group.reference == "chunked":
+        return chunked_reference(work.case, device, work.group.sample_rows)
+    return reference_for(work.case, device)
+
+
+__all__ = ["Case", "Listener", "replace", "run_matrix"]
