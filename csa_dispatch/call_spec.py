@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .call import Call, Kind
 
@@ -93,18 +94,12 @@ def stride_class(*tensors: Tensor | None) -> str:
         if strides[-1] != 1 and shape[-1] > 1:
             return "any"
         rows = zip(strides[:-1], shape[:-1], strict=True)
-        # Fake tensors have no address; their storage offset stands for it.
-        start = int(tensor.storage_offset()) * size if tensor.is_meta else _address(tensor)
+        # Meta and fake tensors have no address; their storage offset stands for it.
+        abstract = tensor.is_meta or isinstance(tensor, FakeTensor)
+        start = int(tensor.storage_offset()) * size if abstract else tensor.data_ptr()
         if start % 16 or any(count > 1 and stride * size % 16 for stride, count in rows):
             found = "unit"
     return found
-
-
-def _address(tensor: Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def spec_of(
