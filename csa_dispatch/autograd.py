@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from .call import Call
 from .call_spec import spec_of
@@ -22,6 +22,26 @@ from .settings import settings
 from .value_checks import check_values as check_values_of
 
 Needs = tuple[bool, bool, bool, bool]
+
+
+class _Once(torch.autograd.Function):
+    """The gradients, tied to an input so that differentiating them raises.
+
+    ``once_differentiable`` would not do: it ties them to grad_output alone, and with one that
+    needs no gradient, as from ``output.sum()``, second derivatives would silently be 0.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, anchor: Tensor, *gradients: Tensor | None):  # pyright: ignore
+        del ctx, anchor
+        return gradients
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *_: Tensor | None):  # pyright: ignore
+        raise RuntimeError(
+            "attention() is differentiable once; its gradients were differentiated again "
+            "(create_graph=True)."
+        )
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -46,12 +66,16 @@ class AttentionFunction(torch.autograd.Function):
         return output, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_output: Tensor, _grad_lse: Tensor):  # pyright: ignore
         *tensors, output, lse = ctx.saved_tensors
         call = Call(*tensors, *ctx.scalars)
         needs: Needs = ctx.needs_input_grad[:4]
-        gradients = ctx.runner.backward(call, output, lse, grad_output, needs)
+        with torch.no_grad():
+            gradients = ctx.runner.backward(call, output, lse, grad_output, needs)
+        if torch.is_grad_enabled():  # create_graph=True
+            inputs = (call.query, call.local_kv, call.sparse_kv, call.attention_sink)
+            anchor = next(tensor for tensor, needed in zip(inputs, needs, strict=True) if needed)
+            gradients = _Once.apply(anchor, *gradients)
         return (*gradients, None, None)
 
 
