@@ -32,7 +32,23 @@ from .tiles import (
 
 
 @triton.jit
-def attend(q0, q1, base, offset, loaded, visible, m, total, acc0, acc1, scale_log2, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, CLEAN: tl.constexpr):  # fmt: skip
+def attend(
+    q0,
+    q1,
+    base,
+    offset,
+    loaded,
+    visible,
+    m,
+    total,
+    acc0,
+    acc1,
+    scale_log2,
+    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    CLEAN: tl.constexpr,
+):
     """One block of keys: rows at ``base + offset``, read where ``loaded``.
 
     With CLEAN, a key that is not visible to every row that shares the tile has its NaN and Inf
@@ -94,6 +110,7 @@ def forward_kernel(
     o_h,
     o_t,
     o_d,
+    s_h,
     tokens,
     pool_rows,
     slots,
@@ -189,7 +206,7 @@ def forward_kernel(
             )  # fmt: skip
 
     if HAS_SINK:
-        sink = tl.load(SINK + head64, mask=valid, other=0.0).to(tl.float32)
+        sink = tl.load(SINK + head64 * s_h, mask=valid, other=0.0).to(tl.float32)
     else:
         sink = tl.full([ROWS], float("-inf"), tl.float32)
     m = m * LN2

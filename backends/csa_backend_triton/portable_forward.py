@@ -50,6 +50,7 @@ def forward(
             *operands.index_strides,
             *operands.table_strides,
             *out.stride(),
+            0 if call.attention_sink is None else call.attention_sink.stride(0),
             tokens,
             operands.pool_rows,
             operands.slots,

@@ -33,7 +33,7 @@ def live_heads(LSE, first_head, in_group, tokens, GROUP: tl.constexpr):
 
 @triton.jit
 def add_heads(acc, exponent, p, ds, q, do, RANGE: tl.constexpr):
-    """Add ``P^T dO + dS^T Q`` of one block of heads to ``acc`` (times ``2**exponent`` if RANGE)."""
+    """Add ``P^T dO + dS^T Q`` of one block of heads to ``acc`` (all times ``2**exponent``)."""
     p = tl.trans(p)
     ds = tl.trans(ds)
     if RANGE:

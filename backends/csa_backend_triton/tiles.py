@@ -41,11 +41,7 @@ def locate(program, tokens, GROUP: tl.constexpr, ROWS: tl.constexpr, SINGLE: tl.
 def token_value(TABLE, stride_b, stride_t, batch, token, valid, SINGLE: tl.constexpr):
     """``TABLE[batch, token]`` of an int32 table; 0 for rows that are not valid."""
     place = TABLE + batch.to(tl.int64) * stride_b + token.to(tl.int64) * stride_t
-    if SINGLE:
-        value = tl.load(place)
-    else:
-        value = tl.load(place, mask=valid, other=0)
-    return value
+    return tl.load(place) if SINGLE else tl.load(place, mask=valid, other=0)
 
 
 @triton.jit

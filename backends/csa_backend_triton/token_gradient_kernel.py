@@ -33,7 +33,28 @@ from .tiles import (
 
 
 @triton.jit
-def score_gradient(q0, q1, do0, do1, base, offset, loaded, visible, lse2, delta, exponent, acc0, acc1, scale, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, CLEAN: tl.constexpr, NEED_QUERY: tl.constexpr, RANGE: tl.constexpr):  # fmt: skip
+def score_gradient(
+    q0,
+    q1,
+    do0,
+    do1,
+    base,
+    offset,
+    loaded,
+    visible,
+    lse2,
+    delta,
+    exponent,
+    acc0,
+    acc1,
+    scale,
+    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    CLEAN: tl.constexpr,
+    NEED_QUERY: tl.constexpr,
+    RANGE: tl.constexpr,
+):
     """P and dS (fp32) of one block of keys, and the accumulated dQ.
 
     With RANGE (fp16) dS enters the product as ``dS * 2**exponent``, row by row, and acc0 and
