@@ -23,8 +23,7 @@ Sources: ``axes`` covers every pair (``strength`` 1: every value) of axis values
 so for what each backend's Capabilities claim; ``list`` takes each table of ``cases`` over
 ``base``; ``field`` takes the field cases; ``boundaries`` steps just outside each claim.
 ``crossed = true`` pairs each backend's forward with every other one's backward instead of its
-own. ``reference = "chunked"`` compares with the vectorised float64 reference, which
-``sample_rows`` query rows of the oracle vouch for.
+own.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ else:
 
 SOURCES = ("axes", "claims", "list", "field", "boundaries")
 DEVICES = ("cpu", "cuda")
-REFERENCES = ("oracle", "chunked")
 
 _WORDS: dict[str, tuple[str, ...]] = {
     "dtype": ("float64", "float32", "bfloat16", "float16"),
@@ -95,8 +93,6 @@ class Group:
     seed: int = 0
     axes: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     cases: tuple[Case, ...] = ()
-    reference: str = "oracle"
-    sample_rows: int = 16
 
 
 @dataclass(frozen=True)
@@ -213,8 +209,6 @@ def _group(table: TomlTable) -> Group:
         seed=table.count("seed", 0),
         axes={name: _axis(axes, name, values) for name, values in axes.data.items()},
         cases=_cases(table),
-        reference=table.word("reference", REFERENCES, "oracle"),
-        sample_rows=table.count("sample_rows", 16),
     )
 
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
 from csa_dispatch.call_spec import device_capability
 from csa_dispatch.registry import known_backend
 from csa_dispatch.routing import entry_reasons
-from csa_dispatch.testing import Case
 from csa_dispatch.testing.check import Reference, reference_for
 
 from .environment import environment
 from .execute import refused, run_boundary, run_case
 from .expand import BoundaryWork, CaseWork, Selection, Work, expand
 from .matrix import Matrix
-from .reference import chunked_reference
 from .results import CellReport, ParityRun, Status
 
 Listener = Callable[[CellReport, int, int], None]
@@ -119,9 +116,7 @@ def _run(work: Work, selection: Selection) -> Iterator[CellReport]:
 
 def _run_case(work: CaseWork, selection: Selection) -> Iterator[CellReport]:
     spec = work.case.spec(selection.device, selection.capability)
-    if work.case.deterministic != spec.deterministic:
-        spec = spec._replace(deterministic=work.case.deterministic)
-    reference: Reference | None = None
+    reference: Reference | Exception | None = None
     for cell in work.cells:
         reasons = entry_reasons(spec, cell.entry)
         if reasons:
@@ -129,13 +124,16 @@ def _run_case(work: CaseWork, selection: Selection) -> Iterator[CellReport]:
             continue
         if reference is None:
             reference = _reference(work, selection.device)
-        yield run_case(cell, work.case, reference)
+        if isinstance(reference, Exception):
+            message = f"no reference: {type(reference).__name__}: {reference}"
+            yield CellReport(cell, Status.FAIL, message=message)
+        else:
+            yield run_case(cell, work.case, reference)
 
 
-def _reference(work: CaseWork, device: str) -> Reference:
-    if work.group.reference == "chunked":
-        return chunked_reference(work.case, device, work.group.sample_rows)
-    return reference_for(work.case, device)
-
-
-__all__ = ["Case", "Listener", "replace", "run_matrix"]
+def _reference(work: CaseWork, device: str) -> Reference | Exception:
+    """The case's data and targets, or what went wrong, which fails its cells but no others."""
+    try:
+        return reference_for(work.case, device)
+    except Exception as error:
+        return error
