@@ -54,7 +54,7 @@ parity: env ## every backend against the float64 oracle
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/csa-dispatch parity --matrix configs/parity/ci.toml
 
 docs: env ## build the documentation into site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: env ## format and fix what ruff can
 	$(BIN)/ruff check --fix .
