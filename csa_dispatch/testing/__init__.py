@@ -14,16 +14,20 @@ from .check import (
     reference_for,
 )
 from .covering import Boundary, boundaries_for, cases_for
+from .mutants import MUTATIONS, Mutation, PlainBackend, mutants
 from .oracle import oracle_forward, oracle_gradients, visible_rows
 from .plain import plain_attention, plain_forward, plain_gradients
 from .targets import targets
 
 __all__ = [
+    "MUTATIONS",
     "Boundary",
     "Case",
     "CellResult",
     "Inputs",
+    "Mutation",
     "Outcome",
+    "PlainBackend",
     "Reference",
     "Run",
     "Target",
@@ -37,6 +41,7 @@ __all__ = [
     "check_case",
     "gradient_tensors",
     "judge",
+    "mutants",
     "oracle_forward",
     "oracle_gradients",
     "plain_attention",

@@ -86,7 +86,12 @@ def cases_for(
     unknown = sorted(set(chosen) - {field.name for field in dataclasses.fields(Case)})
     if unknown:
         raise ValueError(f"axes {unknown} are not fields of a Case")
+    if backward is None:
+        chosen["needs_grad"] = ((False, False, False, False),)
     fixed = frozenset(axes or {})
+    given = {"device_type": device_type, "capability": capability, "tracing": False}
+    if any(value not in _bound(forward, name) for name, value in given.items()):
+        return []
     values = {
         name: _axis_values(name, options, forward, backward, fixed)
         for name, options in chosen.items()
