@@ -10,12 +10,13 @@ from torch import Tensor
 from . import generation
 from .autograd import needs_of
 from .call_spec import spec_of
-from .forcing import forced_by
+from .forcing import forced_by, traced_arguments
 from .layouts import LAYOUTS
 from .policy import current_policy
 from .prepared import (
     Arguments,
     Prepared,
+    autocast_arguments,
     canonical,
     checked_call,
     is_plain,
@@ -25,6 +26,7 @@ from .prepared import (
 )
 from .runner import CACHE_SIZE, runner_for
 from .settings import settings
+from .transforms import any_autocast
 from .value_checks import check_values as check_values_of
 
 _prepared: dict[tuple[object, ...], Prepared] = {}
@@ -117,6 +119,9 @@ def attention(
     gives output 0, lse the sink (or -inf) and zero gradients. Rows of KV that nothing selects
     may hold anything, NaN included.
 
+    Under autocast query and KV are cast to its dtype, as for scaled_dot_product_attention; the
+    sink is not.
+
     Args:
         query: ``[B, H, T, D]`` (in ``layout``'s order) float64, float32, bfloat16 or float16.
         local_kv: ``[B, G, T, D]``, the query's dtype; G divides H.
@@ -167,8 +172,10 @@ def attention(
         scale,
         layout,
     )
+    if any_autocast():
+        arguments = autocast_arguments(arguments)
     if not is_plain(arguments):
-        forward, backward, check = _choices(backend, backward_backend)
+        forward, backward, check = _choices(*traced_arguments(backend, backward_backend))
         if check_values is not None:
             check = check_values
         result = run_operator(arguments, checked_call(arguments), forward, backward, check)

@@ -10,9 +10,10 @@ from .autograd import needs_of
 from .call_spec import CallSpec, spec_of
 from .forcing import forced_by
 from .policy import current_policy
-from .prepared import Arguments, checked_call, is_plain
+from .prepared import Arguments, autocast_arguments, checked_call, is_plain
 from .routing import Decision, decide
 from .settings import settings
+from .transforms import any_autocast
 
 
 def parse_device(device: str) -> tuple[str, int | None]:
@@ -68,6 +69,8 @@ def describe_call(
         scale,
         layout,
     )
+    if any_autocast():
+        arguments = autocast_arguments(arguments)
     call = checked_call(arguments)
     return spec_of(call, needs_of(call), tracing=not is_plain(arguments))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import NamedTuple
 
+import torch
+
 from .registry import known_backend
 from .settings import settings
 
@@ -23,6 +25,11 @@ NOT_FORCED = Forced(None, None, "policy")
 _context: ContextVar[tuple[Forced, ...]] = ContextVar("csa_dispatch_forced", default=())
 
 
+# What tracing sees instead: dynamo follows a list's append and pop, not a ContextVar. Outside
+# traced code this list is always empty.
+_traced: list[Forced] = []
+
+
 class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("eager"):`
     """Run every ``attention()`` in the block on ``name``; nestable, async- and thread-safe.
 
@@ -39,16 +46,28 @@ class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("eage
     """
 
     def __init__(self, name: str | None, *, backward: str | None = None) -> None:
-        for source, value in (("use_backend", name), ("use_backend backward", backward)):
-            if value is not None:
-                known_backend(value, source)
+        if name is not None:
+            _check_name(name, "use_backend")
+        if backward is not None:
+            _check_name(backward, "use_backend backward")
         self._forced = Forced(name, backward, "use_backend")
 
     def __enter__(self) -> None:
-        _context.set((self._forced, *_context.get()))
+        if torch.compiler.is_compiling():
+            _traced.append(self._forced)
+        else:
+            _context.set((self._forced, *_context.get()))
 
     def __exit__(self, *_: object) -> None:
-        _context.set(_context.get()[1:])
+        if torch.compiler.is_compiling():
+            _traced.pop()
+        else:
+            _context.set(_context.get()[1:])
+
+
+@torch.compiler.assume_constant_result
+def _check_name(name: str, source: str) -> None:
+    known_backend(name, source)
 
 
 def forced_by(backend: str | None, backward_backend: str | None) -> Forced:
@@ -72,6 +91,18 @@ def forced_by(backend: str | None, backward_backend: str | None) -> Forced:
     if backward_backend is not None:
         return Forced(outer.forward, backward_backend, "argument")
     return outer
+
+
+def traced_arguments(
+    backend: str | None, backward_backend: str | None
+) -> tuple[str | None, str | None]:
+    """A traced call's arguments, filled from the blocks entered inside the traced code."""
+    if backend is None and _traced:
+        innermost = _traced[-1]
+        backend = innermost.forward
+        if backward_backend is None:
+            backward_backend = innermost.backward
+    return backend, backward_backend
 
 
 def _from_environment() -> Forced:

@@ -16,6 +16,7 @@ from .policy import Entry
 from .prepared import (
     Arguments,
     Prepared,
+    autocast_arguments,
     canonical,
     checked_call,
     is_plain,
@@ -27,6 +28,7 @@ from .reasons import BackendRefused, Reason
 from .registry import backends
 from .routing import Decision, entry_reasons
 from .runner import CACHE_SIZE, Runner
+from .transforms import any_autocast
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ class Plan:
             scale,
             layout,
         )
+        if any_autocast():
+            arguments = autocast_arguments(arguments)
         if not is_plain(arguments):
             call = checked_call(arguments)
             result = run_operator(arguments, call, self.forward, self.backward, False)

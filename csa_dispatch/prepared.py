@@ -16,11 +16,11 @@ from .call import Call
 from .layouts import LAYOUTS, Layout
 from .policy import Policy
 from .runner import Runner
+from .transforms import refuse_transforms, transforms_active
 from .validation import validate
 
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # pyright: ignore[reportAttributeAccessIssue]
-_functorch_level = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 
 
 class Arguments(NamedTuple):
@@ -50,9 +50,31 @@ class Prepared(NamedTuple):
     policy: Policy | None
 
 
+def autocast_arguments(arguments: Arguments) -> Arguments:
+    """The arguments as autocast wants them: query and KV in its dtype.
+
+    float64 stays, as everywhere under autocast, and so does the sink: it is an fp32 parameter
+    by design. Gradients come back in the inputs' own dtypes.
+    """
+    query, local_kv, sparse_kv = arguments[:3]
+    tensors = [tensor for tensor in (query, local_kv, sparse_kv) if tensor is not None]
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        return arguments  # validation says so
+    device_type = query.device.type
+    kept = query.dtype == torch.float64 or not query.is_floating_point()
+    if kept or not torch.is_autocast_enabled(device_type):
+        return arguments
+    dtype = torch.get_autocast_dtype(device_type)
+    return arguments._replace(
+        query=query.to(dtype),
+        local_kv=local_kv.to(dtype),
+        sparse_kv=None if sparse_kv is None else sparse_kv.to(dtype),
+    )
+
+
 def is_plain(arguments: Arguments) -> bool:
     """Whether the call may skip the operators: plain tensors, eager mode, no dispatch mode."""
-    if torch.compiler.is_compiling() or _dispatch_modes() or _functorch_level() is not None:
+    if torch.compiler.is_compiling() or _dispatch_modes() or transforms_active():
         return False
     query, local_kv = arguments[:2]
     if query is None or local_kv is None:
@@ -173,7 +195,13 @@ def run(prepared: Prepared, call: Call) -> tuple[Tensor, Tensor]:
 def run_operator(
     arguments: Arguments, call: Call, forward: str, backward: str, check_values: bool
 ) -> tuple[Tensor, Tensor]:
-    """Run a call through the opaque operators, which route (and check values) when they run."""
+    """Run a call through the opaque operators, which route (and check values) when they run.
+
+    Raises:
+        NotImplementedError: inside a torch.func transform that cannot apply.
+    """
+    if not torch.compiler.is_compiling():
+        refuse_transforms()
     output, lse = attention_op(*call, list(needs_of(call)), forward, backward, check_values)
     order = LAYOUTS[arguments.layout]
     return order.from_output(output), order.from_lse(lse)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+
+import torch
 from torch import Tensor
 
 from .backend import Backend
@@ -10,7 +13,7 @@ from .call_spec import CallSpec, deterministic_mode
 from .forcing import Forced
 from .generation import current
 from .policy import Policy
-from .reasons import BackendRefused
+from .reasons import BackendRefused, Reason
 from .receipts import Counter
 from .registry import backends
 from .routing import Decision, route
@@ -41,6 +44,8 @@ class Runner:
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """Run the forward; an error of the backend is the caller's to see, never retried."""
+        if torch.is_deterministic_algorithms_warn_only_enabled():
+            self._warn_if_not_deterministic(self._forward, "forward")
         result = self._forward.forward(call)
         self._forward_ran.bump()
         return result
@@ -62,14 +67,30 @@ class Runner:
         assert self._backward is not None
         if deterministic_mode() and not self.decision.spec.deterministic:
             self._require_deterministic(self._backward)
+        elif torch.is_deterministic_algorithms_warn_only_enabled():
+            self._warn_if_not_deterministic(self._backward, "backward")
         gradients = self._backward.backward(call, output, lse, grad_output, needs)
         self._backward_ran.bump()
         return gradients
 
+    def _not_deterministic(self, backend: Backend, direction: str) -> tuple[Reason, ...]:
+        spec = self.decision.spec._replace(deterministic=True)
+        capabilities = backend.forward_capabilities
+        if direction == "backward":
+            assert backend.backward_capabilities is not None
+            capabilities = backend.backward_capabilities
+        return capabilities.reasons(spec)
+
+    def _warn_if_not_deterministic(self, backend: Backend, direction: str) -> None:
+        reasons = self._not_deterministic(backend, direction)
+        if torch.are_deterministic_algorithms_enabled() and reasons:
+            warnings.warn(
+                f"{backend.name}'s {direction} is not deterministic for this call: {reasons[0]}",
+                stacklevel=2,
+            )
+
     def _require_deterministic(self, backward: Backend) -> None:
-        spec: CallSpec = self.decision.spec._replace(deterministic=True)
-        capabilities = backward.backward_capabilities
-        reasons = capabilities.reasons(spec) if capabilities is not None else ()
+        reasons = self._not_deterministic(backward, "backward")
         if reasons:
             raise BackendRefused(
                 "deterministic algorithms were switched on after the forward, and the backward "

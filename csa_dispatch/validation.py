@@ -173,9 +173,9 @@ def _kv(name: str, kv: Tensor, query: Tensor, order: Layout, sizes: dict[str, in
         fail(name, f"of shape {_shape(kv)}", wanted)
     if kv.dtype != query.dtype:
         fail(name, kv.dtype, f"of query's dtype, {query.dtype}", "Cast one of them.")
-    required = [str(sizes[letter]) if letter != "G" else "G" for letter in dims]
     for letter, size in zip(dims, kv.shape, strict=True):
         if letter != "G" and size != sizes[letter]:
+            required = [str(sizes[other]) if other != "G" else "G" for other in dims]
             meaning = ", ".join(dims.replace("S", "T") if name == "local_kv" else dims)
             fail(
                 name,

@@ -1,0 +1,37 @@
+"""What may surround a call: autocast, and transforms that cannot apply to it."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+_functorch_level = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
+any_autocast = torch._C._is_any_autocast_enabled  # pyright: ignore[reportAttributeAccessIssue]
+_REFUSED = {
+    "Grad": "torch.func.grad, vjp and jacrev",
+    "Jvp": "torch.func.jvp and jacfwd",
+}
+
+
+def transforms_active() -> bool:
+    """Whether a torch.func transform or forward-mode AD surrounds the call."""
+    return _functorch_level() is not None or forward_ad._current_level >= 0
+
+
+def refuse_transforms() -> None:
+    """Raise for the transforms whose result would be wrong or an obscure error.
+
+    ``torch.vmap`` is not refused: the operators run once per mapped element.
+
+    Raises:
+        NotImplementedError: inside torch.func.grad/vjp/jvp or forward-mode AD.
+    """
+    level = _functorch_level()
+    name = None if level is None else _REFUSED.get(str(level.key()).rpartition(".")[2])
+    if name is None and forward_ad._current_level >= 0:
+        name = "forward-mode AD"
+    if name is not None:
+        raise NotImplementedError(
+            f"attention() is inside {name}, which it does not support; it is differentiable by "
+            "torch.autograd (backward, grad), also under torch.compile."
+        )
