@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
-
 from csa_backend_triton.launching import compile_only
 from csa_backend_triton.portable_backward import backward
 from csa_backend_triton.portable_forward import forward
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
 from csa_dispatch.call import Call, token_bounds
 
 SHARED_LIMIT = {
@@ -158,7 +158,14 @@ def assemble(ptx: str, capability: int) -> tuple[int, int, bool]:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         log = subprocess.run(
-            [PTXAS, "-v", f"-arch=sm_{capability}{suffix}", source, "-o", f"{folder}/kernel.cubin"],
+            [
+                PTXAS,
+                "-v",
+                f"-arch=sm_{capability}{suffix}",
+                source,
+                "-o",
+                f"{folder}/kernel.cubin",
+            ],
             capture_output=True,
             text=True,
             check=True,
