@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "dispatch_overhead.py"
 ATTENTION_BUDGET_US = 25.0
 PLAN_BUDGET_US = 10.0
 ATTEMPTS = 3
 
 
+@pytest.mark.serial
 def test_added_time_per_call_is_within_budget(tmp_path: Path) -> None:
     """Fails only when every attempt is over: a neighbour's load can only add time."""
     found: dict[str, float] = {}
