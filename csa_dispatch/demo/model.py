@@ -78,9 +78,7 @@ class Block(nn.Module):
         self.up = nn.Linear(config.d_model, 2 * config.feed_forward, bias=False)
         self.down = nn.Linear(config.feed_forward, config.d_model, bias=False)
 
-    def forward(
-        self, x: Tensor, observe: Observer | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, observe: Observer | None) -> tuple[Tensor, Tensor | None]:
         attended, loss = self.attention(self.attention_norm(x), observe)
         x = x + attended
         gate, value = self.up(self.feed_norm(x)).chunk(2, dim=-1)

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 
-def write_atomically(path: str | Path, text: str) -> None:
-    """Write ``text`` as UTF-8 to ``path``: a reader sees the old file or the new, never a part.
+def write_atomically(path: str | Path, content: str | bytes) -> None:
+    """Write ``content`` (text as UTF-8) to ``path``: a reader sees the old file or the new, whole.
 
     Missing folders are made.
 
@@ -20,8 +20,8 @@ def write_atomically(path: str | Path, text: str) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)  # as open() would; mkstemp allows the owner alone

@@ -1,0 +1,224 @@
+"""The terminal's view: progress while training runs, tables when it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
+
+from csa_dispatch.parity.console import seconds_text, share_text
+
+from .corpus import Corpus
+from .mass import AttentionMass
+from .model import LABELS, ByteModel
+from .replay import Cell, Explained
+from .results import DemoResults
+from .train import HeldOutLoss, History, Progress, StepLoss, TrainConfig
+
+
+def introduction(config: TrainConfig, corpus: Corpus, model: ByteModel) -> RenderableType:
+    """What is about to be trained, on what."""
+    layers = ", ".join(LABELS[kind] for kind in config.model.layers)
+    sizes = config.model
+    return Text.from_markup(
+        f"[bold]Text[/bold]    {corpus.train.files} files of {escape(str(corpus.root))},\n"
+        f"        {corpus.train.size / 1e6:.1f} MB to learn from; {corpus.held_out.files} other "
+        f"files, {corpus.held_out.size / 1e6:.1f} MB, held out\n"
+        f"[bold]Model[/bold]   {model.parameter_count / 1e6:.1f} M weights; layers: {layers}\n"
+        f"        window {sizes.window}; CSA ratio {sizes.csa_ratio}, top {sizes.top_k}; "
+        f"HCA ratio {sizes.hca_ratio}\n"
+        f"[bold]Steps[/bold]   {config.steps} of {config.batch} x {config.tokens} bytes "
+        f"on {config.device}, seed {config.seed}\n"
+    )
+
+
+@contextmanager
+def training(console: Console, config: TrainConfig) -> Iterator[Progress]:
+    """A progress bar with the losses; a line for every held-out measurement."""
+    bar = Bar(
+        TextColumn("train"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[losses]}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    smooth, held_out = 0.0, float("nan")
+    with bar:
+        task = bar.add_task("", total=config.steps, losses="")
+
+        def step(found: StepLoss) -> None:
+            nonlocal smooth
+            smooth = found.loss if found.step == 1 else 0.9 * smooth + 0.1 * found.loss
+            losses = f"loss {smooth:.2f}  held-out {held_out:.2f} bits/byte"
+            bar.update(task, completed=found.step, losses=losses)
+
+        def measure(found: HeldOutLoss) -> None:
+            nonlocal held_out
+            held_out = found.loss
+            length = round(held_out * 5)
+            line = f"step {found.step:>4}  held-out {held_out:.3f} bits/byte  "
+            console.print(Text(line) + Text("▪" * length, style="blue"), highlight=False)
+
+        yield Progress(step, measure)
+
+
+@contextmanager
+def replaying(console: Console, total: int) -> Iterator[Bar]:
+    """A progress bar over the replay's cells; yields it with its one task."""
+    bar = Bar(
+        TextColumn("replay"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}", style="dim"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    with bar:
+        bar.add_task("", total=total)
+        yield bar
+
+
+def render(results: DemoResults) -> RenderableType:
+    """Everything a reader wants to know of a finished demo."""
+    parts: list[RenderableType] = [
+        _learned(results.history, results.seconds),
+        Text(),
+        _explain_table(results.explained),
+        Text(),
+        _parity_table(results),
+        *_refusals(results),
+        Text(),
+        _mass_table(results.masses),
+        Text(),
+        _verdict(results),
+    ]
+    return Group(*parts)
+
+
+def _learned(history: History, seconds: float) -> RenderableType:
+    table = Table(title="Bits per byte on held-out files", title_justify="left")
+    table.add_column("")
+    table.add_column("bits/byte", justify="right")
+    table.add_row("before training", f"{history.held_out[0].loss:.3f}")
+    table.add_row("counts of bytes (order 0)", f"{history.baselines.order0:.3f}")
+    table.add_row("counts of byte pairs (order 1)", f"{history.baselines.order1:.3f}")
+    last = f"[bold]{history.held_out[-1].loss:.3f}[/bold]"
+    table.add_row(f"after {len(history.steps)} steps ({seconds_text(seconds)})", last)
+    return table
+
+
+def _explain_table(explained: Sequence[Explained]) -> RenderableType:
+    table = Table(title="explain: what runs each layer, and why", title_justify="left")
+    for name in ("layers", "kind", "call", "forward", "backward", "passed over"):
+        table.add_column(name, no_wrap=name in ("layers", "kind", "forward", "backward"))
+    why: dict[str, None] = {}
+    for item in explained:
+        decision = item.decision
+        why[f"{decision.why} (policy {decision.policy})"] = None
+        refused = "\n".join(
+            f"{name}: {escape(str(reason))}"
+            for name, reasons in decision.refused().items()
+            for reason in reasons
+        )
+        table.add_row(
+            ", ".join(map(str, item.layers)),
+            item.label,
+            item.sizes,
+            decision.forward or "none",
+            decision.backward or "none",
+            refused or "nothing",
+        )
+    return Group(table, *(Text(f"why: {line}", style="dim") for line in why))
+
+
+def _parity_table(results: DemoResults) -> RenderableType:
+    dtypes = list(dict.fromkeys(cell.dtype for cell in results.cells))
+    tokens = results.config.tokens
+    table = Table(
+        title="Replay against the float64 oracle: worst relative error of output and gradients,\n"
+        "share of the error budget it uses, time of forward and backward",
+        title_justify="left",
+    )
+    table.add_column("layer", no_wrap=True)
+    table.add_column("backend", no_wrap=True)
+    for dtype in dtypes:
+        table.add_column(dtype, justify="right", no_wrap=True)
+        table.add_column("budget", justify="right", no_wrap=True)
+        table.add_column("ms", justify="right", no_wrap=True)
+    rows: dict[tuple[int, str, str], dict[str, Cell]] = {}
+    for cell in results.ran:
+        rows.setdefault((cell.layer, cell.backend, cell.device), {})[cell.dtype] = cell
+    layer_before = 0
+    sliced = False
+    for (layer, backend, device), cells in rows.items():
+        first = next(iter(cells.values()))
+        if layer_before not in (0, layer):
+            table.add_section()
+        name = f"{layer} {first.label}" if layer != layer_before else ""
+        layer_before = layer
+        sliced = sliced or first.sliced
+        where = backend if device == "cpu" else f"{backend} ({device})"
+        columns = [part for dtype in dtypes for part in _cell_columns(cells.get(dtype))]
+        table.add_row(name, where + ("*" if first.sliced else ""), *columns)
+    parts: list[RenderableType] = [table]
+    if sliced:
+        first = next(cell for cell in results.ran if cell.sliced)
+        note = f"* interpreted, so slow: the first {first.tokens} of {tokens} rows of each layer"
+        parts.append(Text(note, style="dim"))
+    return Group(*parts)
+
+
+def _cell_columns(cell: Cell | None) -> tuple[RenderableType, RenderableType, RenderableType]:
+    if cell is None:
+        return Text("·", style="dim"), Text("·", style="dim"), Text("·", style="dim")
+    if not cell.verdicts:
+        return Text("failed", style="bold red"), "", ""
+    style = "bold red" if cell.status == "fail" else "green"
+    time = "" if cell.seconds is None else f"{cell.seconds * 1e3:.1f}"
+    return f"{cell.error:.1e}", Text(share_text(cell.share), style=style), time
+
+
+def _refusals(results: DemoResults) -> Iterator[RenderableType]:
+    every = len(results.layers)
+    for (backend, device), reasons in results.refusals().items():
+        for reason, layers in reasons.items():
+            which = "" if len(layers) == every else f" (layers {', '.join(map(str, layers))})"
+            yield Text(f"not replayed: {backend} on {device}{which}: {reason}", style="dim")
+
+
+def _mass_table(masses: Sequence[AttentionMass]) -> RenderableType:
+    table = Table(title="Attention mass: where the softmax lies", title_justify="left")
+    table.add_column("layer", no_wrap=True)
+    for name in ("window", "selected", "sink", "picks: recall (chance)"):
+        table.add_column(name, justify="right")
+    for mass in masses:
+        recall = "·"
+        if mass.recall is not None and mass.chance is not None:
+            recall = f"{mass.recall:.0%} ({mass.chance:.0%})"
+        shares = (f"{share:.1%}" for share in (mass.window, mass.selected, mass.sink))
+        table.add_row(f"{mass.layer} {mass.label}", *shares, recall)
+    worst = max((mass.defect for mass in masses), default=0.0)
+    text = f"the three shares sum to 1 within {worst:.0e}, worked out from logits and lse"
+    return Group(table, Text(text, style="dim"))
+
+
+def _verdict(results: DemoResults) -> RenderableType:
+    if results.faults:
+        return Group(*(Text(f"failed: {fault}", style="bold red") for fault in results.faults))
+    names = dict.fromkeys(cell.backend for cell in results.ran)
+    history = results.history
+    return Text(
+        f"The loss fell from {history.held_out[0].loss:.2f} to {history.held_out[-1].loss:.2f} "
+        f"bits per byte; {', '.join(names)} agree{'s' if len(names) == 1 else ''} with the oracle "
+        f"on every layer ({len(results.ran)} replays).",
+        style="bold green",
+    )

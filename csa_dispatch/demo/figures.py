@@ -1,0 +1,108 @@
+"""The picture: loss curves, and where each layer's attention goes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .mass import AttentionMass
+from .train import History
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TRAIN, HELD_OUT, GREY = "#9db8d2", "#12365c", "#6b7580"
+PARTS = (("window", "#2f6f9f"), ("selected", "#e0a030"), ("sink", "#b9bfc4"))
+"""Colours that stay apart in grey and for colour-blind readers."""
+
+
+def picture(history: History, masses: Sequence[AttentionMass]) -> bytes:
+    """Loss curves and attention mass side by side, as a PNG."""
+    # Not pyplot: no global state, and the Agg canvas whatever the machine's default is.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.6), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
+    _losses(left, history)
+    _masses(right, masses)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _losses(axes: Axes, history: History) -> None:
+    steps = [item.step for item in history.steps]
+    axes.plot(steps, [item.loss for item in history.steps], color=TRAIN, lw=1, label="training")
+    measured = history.held_out
+    axes.plot(
+        [item.step for item in measured],
+        [item.loss for item in measured],
+        color=HELD_OUT,
+        lw=1.8,
+        marker="o",
+        ms=4,
+        label="held-out files",
+    )
+    last = measured[-1]
+    axes.annotate(
+        f"{last.loss:.2f}",
+        (last.step, last.loss),
+        xytext=(0, -14),
+        textcoords="offset points",
+        ha="right",
+        color=HELD_OUT,
+        weight="bold",
+    )
+    lines = (("byte counts (order 0)", history.baselines.order0),)
+    lines += (("byte-pair counts (order 1)", history.baselines.order1),)
+    for name, loss in lines:
+        axes.axhline(loss, color=GREY, lw=1, ls=(0, (4, 3)))
+        axes.annotate(
+            f"{name} {loss:.2f}",
+            (1, loss),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="right",
+            color=GREY,
+            fontsize=9,
+        )
+    axes.set_ylim(0, max(8.5, measured[0].loss + 0.3))
+    axes.set_xlim(0, max(steps) * 1.01)
+    axes.set_xlabel("step")
+    axes.set_ylabel("bits per byte")
+    axes.set_title("Loss on the standard library's sources", loc="left", fontsize=11)
+    axes.legend(frameon=False, loc="upper right")
+
+
+def _masses(axes: Axes, masses: Sequence[AttentionMass]) -> None:
+    names = [f"{mass.layer}  {mass.label}" for mass in masses]
+    position = list(range(len(masses)))
+    start = [0.0] * len(masses)
+    for part, colour in PARTS:
+        width = [getattr(mass, part) for mass in masses]
+        bars = axes.barh(position, width, left=start, color=colour, label=part, height=0.7)
+        for bar, share in zip(bars, width, strict=True):
+            if share >= 0.06:
+                axes.annotate(
+                    f"{share:.0%}",
+                    (bar.get_x() + share / 2, bar.get_y() + bar.get_height() / 2),
+                    ha="center",
+                    va="center",
+                    fontsize=9,
+                    color="white" if part == "window" else "#1d2327",
+                )
+        start = [a + b for a, b in zip(start, width, strict=True)]
+    axes.set_yticks(position, names)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.set_xlabel("share of the softmax")
+    axes.set_ylabel("layer")
+    axes.set_title("Attention mass", loc="left", fontsize=11)
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.04), ncols=3)
