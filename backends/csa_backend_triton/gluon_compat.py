@@ -1,0 +1,32 @@
+"""The Gluon names the Hopper kernels use, under one spelling for Triton 3.6 to 3.9.
+
+Importing this module raises ImportError or AttributeError where Triton has no fitting Gluon;
+``hopper.py`` then leaves the call to the portable kernels.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+__all__ = [
+    "arrive_when_copied",
+    "copy_async",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+# Triton 3.7 renamed the copy; the old name stayed behind as a stub that raises.
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+arrive_when_copied = async_copy.mbarrier_arrive

@@ -1,0 +1,199 @@
+"""The scatter warpgroup of the Hopper backward: dKV of one key block, added to fp32 rows.
+
+For each 64-column chunk c of a block of 64 keys it computes, by wgmma,
+
+    A [64 keys, 64 columns] = P^T dO[:, c] + dS^T Q[:, c]
+
+and adds A's rows to the buffer's rows of their keys with 16-byte vector reductions, one chunk's
+reductions running under the next chunk's wgmma. Rows of unused slots are predicated off.
+
+The accumulator holds, per row, columns 8 i + 2 q + e (i = 0..7, e = 0, 1) in lane q of a quad.
+Each lane's four values of i = 2 g, 2 g + 1 form one 16-byte element, stored at floats
+16 g + 4 q, so the buffer's columns are permuted within each 16:
+
+    stored[16 g + 4 q + 2 h + e] = A[16 g + 8 h + 2 q + e]
+
+``hopper_backward_ends.cast_kernel`` undoes it. To add whole 128-byte lines, lanes l and l ^ 4,
+which hold neighbouring rows, first swap half of what they have: then eight lanes cover 32
+floats of the even row in one instruction, and of the odd row in the next.
+"""
+
+from __future__ import annotations
+
+from .gluon_compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from .hopper_tiles import key_rows, load_indices, token_plan
+
+KEYS = gl.constexpr(64)
+CHUNK = gl.constexpr(64)
+WIDTH = gl.constexpr(512)
+
+TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+# Rows, and lanes of a quad, as TILE holds them.
+QUADS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+)
+
+
+def _reduction_asm() -> str:
+    """Add one row's 64 columns of an even and an odd row.
+
+    Operands: $1 base pointer of the chunk, $2 and $3 float offsets of the even and the odd row
+    (negative: unused), $4 whether this lane's own row is the odd one, $5.. this lane's four
+    elements of four floats, in memory order.
+    """
+    lines = [
+        "{ .reg .pred odd, even_used, odd_used; .reg .b64 even_row, odd_row;",
+        ".reg .b32 give, take<4>, keep<4>, e<4>, o<4>;",
+        "setp.ne.s32 odd, $4, 0;",
+        "setp.ge.s32 even_used, $2, 0; setp.ge.s32 odd_used, $3, 0;",
+        "mad.wide.s32 even_row, $2, 4, $1; mad.wide.s32 odd_row, $3, 4, $1;",
+    ]
+    for pair in range(2):
+        for i in range(4):
+            lower, upper = 5 + 8 * pair + i, 9 + 8 * pair + i
+            lines += [
+                f"selp.b32 give, ${lower}, ${upper}, odd;",
+                f"shfl.sync.bfly.b32 take{i}, give, 4, 31, -1;",
+                f"selp.b32 keep{i}, ${upper}, ${lower}, odd;",
+                f"selp.b32 e{i}, take{i}, keep{i}, odd; selp.b32 o{i}, keep{i}, take{i}, odd;",
+            ]
+        for name in ("even", "odd"):
+            values = ", ".join(f"{name[0]}{i}" for i in range(4))
+            lines.append(
+                f"@{name}_used red.relaxed.gpu.global.add.v4.f32 "
+                f"[{name}_row+{128 * pair}], {{{values}}};"
+            )
+    lines.append("mov.b32 $0, 0; }")
+    return "\n".join(lines)
+
+
+REDUCTION = gl.constexpr(_reduction_asm())
+REDUCTION_CONSTRAINTS = gl.constexpr(",".join(["=r", "l", "r", "r", "r"] + ["f"] * 16))
+
+
+@gluon.jit
+def _elements(y):
+    """[64 rows, 4 g, 4 q] -> one [64, 4 q] tensor for each g."""
+    even, odd = gl.split(gl.permute(y, (0, 2, 1)).reshape([64, 4, 2, 2]))
+    g0, g2 = gl.split(even)
+    g1, g3 = gl.split(odd)
+    return (
+        gl.convert_layout(g0, QUADS),
+        gl.convert_layout(g1, QUADS),
+        gl.convert_layout(g2, QUADS),
+        gl.convert_layout(g3, QUADS),
+    )
+
+
+@gluon.jit
+def _add_rows(tile, base, even_offset, odd_offset, odd):
+    # Columns 16 g + 8 h + 2 q + e: xe by e, then by h. All conversions are relabellings.
+    x0, x1 = gl.split(tile.reshape([64, 4, 2, 4, 2]))
+    x00, x10 = gl.split(gl.permute(x0, (0, 1, 3, 2)))
+    x01, x11 = gl.split(gl.permute(x1, (0, 1, 3, 2)))
+    a0, a1, a2, a3 = _elements(x00)
+    b0, b1, b2, b3 = _elements(x01)
+    c0, c1, c2, c3 = _elements(x10)
+    d0, d1, d2, d3 = _elements(x11)
+    gl.inline_asm_elementwise(
+        REDUCTION,
+        REDUCTION_CONSTRAINTS,
+        [
+            base, even_offset, odd_offset, odd,
+            a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3,
+        ],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _row_offset(
+    index, j, window_blocks, first, t, pool_start, pool_length, key, local_base, pool_base,
+    LOCAL_GRADIENT: gl.constexpr, POOL_GRADIENT: gl.constexpr,
+):
+    """Float offset of the buffer row of each key, negative where nothing is to be added."""
+    row, used = key_rows(index, j, window_blocks, first, t, pool_start, pool_length, key)
+    in_window = j < window_blocks
+    wanted = gl.where(in_window, LOCAL_GRADIENT, POOL_GRADIENT) != 0
+    row = row + gl.where(in_window, local_base, pool_base)
+    return gl.where(used & wanted, row * WIDTH, -WIDTH)
+
+
+@gluon.jit
+def scatter(
+    DKV, INDICES, PLAN, indices_b, indices_t, tokens, slots, rows, pool, items,
+    q_s, do_s, p_s, ds_s, q_full, do_full, qdo_empty, p_full, ds_full, pds_empty,
+    LOCAL_GRADIENT: gl.constexpr, POOL_GRADIENT: gl.constexpr,
+):
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, QUADS))
+    quad = gl.arange(0, 4, layout=gl.SliceLayout(0, QUADS))
+    even_key = key & 62
+    odd_key = key | 1
+    lane = ((key & 1) * 16)[:, None] + (quad * 4)[None, :]
+    odd = (key & 1)[:, None] + (quad * 0)[None, :]
+    nothing = gl.zeros([KEYS, CHUNK], gl.float32, layout=TILE)
+    block = 0
+    count = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        b, t, first_head, blocks, first, window_blocks, pool_start, pool_length = token_plan(
+            PLAN, item, tokens, rows
+        )
+        index_row = INDICES + b.to(gl.int64) * indices_b + t.to(gl.int64) * indices_t
+        local_base = b * tokens
+        pool_base = rows + b * pool
+        even_index = load_indices(index_row, 0, window_blocks, slots, even_key)
+        odd_index = load_indices(index_row, 0, window_blocks, slots, odd_key)
+        mbarrier.wait(q_full, count & 1)
+        mbarrier.wait(do_full, count & 1)
+        fence_async_shared()
+        for j in range(blocks):
+            phase = block & 1
+            even_offset = _row_offset(
+                even_index, j, window_blocks, first, t, pool_start, pool_length, even_key,
+                local_base, pool_base, LOCAL_GRADIENT, POOL_GRADIENT,
+            )
+            odd_offset = _row_offset(
+                odd_index, j, window_blocks, first, t, pool_start, pool_length, odd_key,
+                local_base, pool_base, LOCAL_GRADIENT, POOL_GRADIENT,
+            )
+            even_offset = even_offset[:, None] + lane
+            odd_offset = odd_offset[:, None] + lane
+            even_index = load_indices(index_row, j + 1, window_blocks, slots, even_key)
+            odd_index = load_indices(index_row, j + 1, window_blocks, slots, odd_key)
+            base = (DKV + even_offset * 0).to(gl.int64, bitcast=True)
+            mbarrier.wait(p_full, phase)
+            mbarrier.wait(ds_full, phase)
+            p = p_s.index(0).permute((1, 0))
+            ds = ds_s.index(0).permute((1, 0))
+            # A run-time zero: without it ptxas hoists every tile's descriptors and spills them.
+            upstream = do_s.index(block >> 28)
+            query = q_s.index(block >> 28)
+            previous = nothing
+            for c in gl.static_range(WIDTH // CHUNK):
+                tile = warpgroup_mma(
+                    p, upstream.slice(c * CHUNK, CHUNK, dim=1), nothing,
+                    use_acc=False, is_async=True,
+                )
+                tile = warpgroup_mma(
+                    ds, query.slice(c * CHUNK, CHUNK, dim=1), tile, is_async=True
+                )
+                if c > 0:
+                    done = warpgroup_mma_wait(2, deps=[previous])
+                    _add_rows(done, base + (c - 1) * CHUNK * 4, even_offset, odd_offset, odd)
+                previous = tile
+            done = warpgroup_mma_wait(0, deps=[previous])
+            mbarrier.arrive(pds_empty, count=1)
+            mbarrier.arrive(qdo_empty, count=1, pred=j == blocks - 1)
+            _add_rows(
+                done, base + (WIDTH - CHUNK) * 4, even_offset, odd_offset, odd
+            )
+            block += 1
+        count += 1
