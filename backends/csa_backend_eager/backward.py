@@ -23,6 +23,7 @@ from .products import (
     add_scores_times_keys,
     add_scores_times_rows,
     empty_scores,
+    scores_times_rows,
 )
 from .tiles import Tile, accumulate_dtype, tiles
 from .workspace import Workspace
@@ -86,8 +87,8 @@ def backward(
                 if grad_rows is not None:
                     add_scores_times_keys(grad_rows, grad_score, segment, call.scale)
                 if grad_key is not None:
-                    grad = workspace.empty("grad_keys", segment.keys.shape, dtype).zero_()
-                    add_scores_times_rows(grad, probability, rows.grad_output, 1.0)
+                    grad = workspace.empty("grad_keys", segment.keys.shape, dtype)
+                    scores_times_rows(grad, probability, rows.grad_output)
                     add_scores_times_rows(grad, grad_score, rows.query, call.scale)
                     branch.add_gradient(grad_key, tile, segment, grad, _tainted(rows, segment))
         if grad_query is not None and grad_rows is not None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from csa_dispatch.call import Call
 
-from .branch import Branch, Segment
+from .branch import Branch
 from .products import add_rows_times_keys, add_scores_times_keys, empty_scores
 from .tiles import Tile, accumulate_dtype, tiles
 from .workspace import Workspace

@@ -53,7 +53,7 @@ class GatheredBranch:
         return (base * length).view(-1, kv_heads, 1, 1)
 
     def _gather(self, tile: Tile, row: Tensor) -> Tensor:
-        """Pool rows ``row`` ``[batches, n, K]`` as ``[batches, G, n, K, D]``, accumulation dtype."""
+        """Pool rows ``row`` ``[batches, n, K]`` in the accumulation dtype, with G and D."""
         kv_heads, _, head_dim = self.source.shape[1:]
         dtype = accumulate_dtype(self.source.dtype)
         shape = (tile.batches, kv_heads, *row.shape[1:], head_dim)

@@ -6,6 +6,7 @@ Scores of a segment are ``[batches, G, blocks, tokens of a block, R, N]``; as ma
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .branch import Segment
@@ -45,9 +46,18 @@ def add_scores_times_rows(keys: Tensor, scores: Tensor, rows: Tensor, scale: flo
     Args:
         keys: contiguous, of the shape of ``segment.keys``.
     """
+    transposed, rows_by_block = _for_keys(scores, rows)
+    keys.flatten(0, 2).baddbmm_(transposed, rows_by_block, alpha=scale)
+
+
+def scores_times_rows(keys: Tensor, scores: Tensor, rows: Tensor) -> None:
+    """``keys = scores^T @ rows``: as ``add_scores_times_rows``, whatever ``keys`` held."""
+    torch.bmm(*_for_keys(scores, rows), out=keys.flatten(0, 2))
+
+
+def _for_keys(scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     matrices = by_block(scores)
-    rows_by_block = rows.view(*matrices.shape[:2], -1)
-    keys.flatten(0, 2).baddbmm_(matrices.transpose(1, 2), rows_by_block, alpha=scale)
+    return matrices.transpose(1, 2), rows.view(*matrices.shape[:2], -1)
 
 
 def _keys(segment: Segment) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from csa_dispatch.call import Call
 
-WORKSPACE_BYTES = 64 * 2**20
+WORKSPACE_BYTES = 32 * 2**20
 """Bound on temporary memory of one forward or backward, in bytes.
 
 Beside it a call allocates what it returns, and in backward one accumulation-dtype buffer of
@@ -96,10 +96,10 @@ def tiles(call: Call) -> Iterator[Tile]:
 def block_tokens(window: int) -> int:
     """Tokens that share a window strip of ``block + W - 1`` keys.
 
-    Larger blocks make larger matmuls but compute more masked scores; half a window wastes a
-    third of the strip and was the fastest of 32, 64, 128 and 256 at W = 128.
+    Larger blocks make larger matmuls but more masked scores. A quarter of the window was the
+    fastest of 32, 64 and 128 tokens at W = 128.
     """
-    return max(32, min(window // 2, TILE_TOKENS))
+    return max(32, min(window // 4, TILE_TOKENS))
 
 
 def segment_keys(tile: Tile, call: Call, *, own_keys: bool) -> int:
