@@ -32,9 +32,7 @@ def parity(
         list[str] | None,
         typer.Option(help="Fail when this backend is unavailable or refuses a case; repeatable."),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda. Default: the matrix's.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the matrix's.")] = None,
     text: Annotated[
         str, typer.Option("--filter", help="Only cells whose id contains this text.")
     ] = "",

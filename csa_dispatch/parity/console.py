@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console, Group, RenderableType
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -16,6 +17,8 @@ from .results import TENSORS, CellReport, ParityRun, Status, Summary, Worst
 from .runner import Listener
 
 _SHOWN_FAILURES = 20
+_WIDE = 128
+"""Columns of a terminal from which on every tensor gets one of the table's."""
 _CLOSE = 0.8
 """A share of budget from here on is shown as a warning."""
 
@@ -53,7 +56,7 @@ def progress(console: Console, title: str) -> Iterator[Listener]:
 
 def render(run: ParityRun) -> RenderableType:
     """Everything a reader at a terminal wants to know of a finished run."""
-    parts: list[RenderableType] = [_table(run)]
+    parts: list[RenderableType] = [_Table(run)]
     if run.failures:
         parts.append(_failures(run.failures))
     for fault in run.faults:
@@ -63,25 +66,35 @@ def render(run: ParityRun) -> RenderableType:
     return Group(*parts)
 
 
-def _table(run: ParityRun) -> Table:
-    table = Table(
-        title=f"Parity {escape(run.matrix)} on {run.device}: share of error budget used, at worst",
-        title_justify="left",
-    )
-    table.add_column("backend", style="bold", no_wrap=True)
-    for status in Status:
-        table.add_column("n/a" if status is Status.UNAVAILABLE else status.value, justify="right")
-    for name in TENSORS:
-        table.add_column(name, justify="right")
-    table.add_column("slowest", justify="right", no_wrap=True)
-    for summary in run.summaries():
-        table.add_row(*_row(summary))
-    return table
+class _Table:
+    """The backends' table: a column a tensor where the terminal is wide, else the worst alone."""
+
+    def __init__(self, run: ParityRun) -> None:
+        self._run = run
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.max_width >= _WIDE
+        run = self._run
+        title = f"Parity {escape(run.matrix)} on {run.device}: largest share of error budget used"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("backend", style="bold", no_wrap=True)
+        for label in ("pass", "fail", "unsup." if not wide else "unsupported", "n/a"):
+            table.add_column(label, justify="right", no_wrap=True)
+        for name in TENSORS if wide else ("worst",):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("slowest", justify="right", no_wrap=True)
+        for summary in run.summaries():
+            table.add_row(*_row(summary, wide=wide))
+        yield table
 
 
-def _row(summary: Summary) -> list[RenderableType]:
+def _row(summary: Summary, *, wide: bool) -> list[RenderableType]:
     counts: list[RenderableType] = [_number(status, summary) for status in Status]
-    shares = [_share(summary.worst.get(name)) for name in TENSORS]
+    if wide:
+        shares = [_share(summary.worst.get(name)) for name in TENSORS]
+    else:
+        name = max(summary.worst, key=lambda name: summary.worst[name].share, default="")
+        shares = [_share(summary.worst.get(name)).append(f" {name}")]
     slowest = summary.slowest
     time = "" if slowest is None else seconds_text(slowest.seconds)
     return [escape(str(summary.entry)), *counts, *shares, time]
@@ -101,7 +114,7 @@ def _share(worst: Worst | None) -> Text:
 
 
 def share_text(share: float) -> str:
-    """A share of budget in words: ``"34%"``; over tenfold as ``"12x"``; infinite as ``"wrong"``."""
+    """A share of budget: ``"34%"``, over tenfold ``"12x"``, infinite ``"wrong"``."""
     if not math.isfinite(share):
         return "wrong"
     return f"{share:.0%}" if share < 10 else f"{share:.3g}x"
@@ -123,7 +136,9 @@ def _failures(failures: Sequence[CellReport]) -> RenderableType:
 
 
 def _verdict(run: ParityRun) -> Text:
-    counts = ", ".join(f"{number} {status.value}" for status, number in run.counts.items() if number)
+    counts = ", ".join(
+        f"{number} {status.value}" for status, number in run.counts.items() if number
+    )
     end = f"{counts} in {run.seconds:.0f} s"
     if run.exit_code:
         return Text(f"parity failed: {end}", style="bold red")

@@ -129,6 +129,8 @@ def _group_works(matrix: Matrix, position: int, selection: Selection) -> Iterato
     except ValueError as error:
         raise MatrixError(f"{matrix.path}: group[{position}].axes: {error}") from None
     for number, case in enumerate(cases):
+        if group.crossed and not case.differentiable:
+            continue
         layout = _layout(group.layouts, number, case)
         cells = (Cell("case", group.name, case.name, layout, entry) for entry in entries)
         yield CaseWork(group, case, layout, tuple(cells))

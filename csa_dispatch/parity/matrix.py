@@ -45,7 +45,7 @@ from .toml_table import MatrixError, TomlTable
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 SOURCES = ("axes", "claims", "list", "field", "boundaries")
 DEVICES = ("cpu", "cuda")
@@ -178,7 +178,10 @@ def _limit(table: TomlTable) -> Limit:
     if environment and "=" not in environment:
         raise table.error("environment", f"{environment!r} is not of the form NAME=value")
     return Limit(
-        table.count("max_blocks"), environment, table.count("heads_a_block", 1), table.text("why", "")
+        table.count("max_blocks"),
+        environment,
+        table.count("heads_a_block", 1),
+        table.text("why", ""),
     )
 
 

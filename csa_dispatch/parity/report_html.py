@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -40,33 +40,39 @@ class Tile:
     title: str
     target: str
 
+    @property
+    def mark(self) -> str:
+        """What the overview's small cell has room for."""
+        return "✕" if self.style == "fail" else self.text.replace("%", "")
+
 
 @dataclass(frozen=True)
 class CaseRow:
-    """One case on every entry; a tile is None where the entry has no such cell."""
+    """One case, with a tile for each entry that has such a cell."""
 
     anchor: str
-    group: str
     name: str
     layout: str
     about: str
-    tiles: tuple[Tile | None, ...]
+    tiles: Mapping[Entry, Tile]
 
     @property
     def statuses(self) -> str:
-        return " ".join(dict.fromkeys(tile.style for tile in self.tiles if tile is not None))
+        return " ".join(dict.fromkeys(tile.style for tile in self.tiles.values()))
 
 
-Band = list[tuple[Entry, tuple[Tile | None, ...]]]
+Band = list[tuple[Entry, list[Tile | None]]]
 """Some cases side by side: a line of tiles for each entry that has any of them."""
 
 
 @dataclass(frozen=True)
 class GroupView:
-    """One group of the matrix: its rows, and the overview's bands."""
+    """One group of the matrix: its rows, the entries that have any, and the overview's bands."""
 
     name: str
+    summary: str
     rows: Sequence[CaseRow]
+    entries: Sequence[Entry]
     bands: Sequence[Band]
 
 
@@ -87,14 +93,12 @@ def html_text(run: ParityRun) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters.update(share=share_text, duration=seconds_text)
-    rows = case_rows(run)
     return environment.from_string(source.read_text(encoding="utf-8")).render(
         run=run,
         statuses=list(Status),
         tensors=TENSORS,
-        entries=run.entries,
         summaries=run.summaries(),
-        groups=_grouped(rows, run.entries),
+        groups=group_views(run),
         failures=[(f"f{number}", report) for number, report in enumerate(run.failures)],
         refusals=refusals(run),
         bins=_legend(),
@@ -107,27 +111,37 @@ def write_html(run: ParityRun, path: str | Path) -> None:
     write_atomically(path, html_text(run))
 
 
-def case_rows(run: ParityRun) -> list[CaseRow]:
-    """The heat map: a row for each case, a tile for each entry."""
-    entries = run.entries
-    failures = {id(report): number for number, report in enumerate(run.failures)}
-    found: dict[tuple[str, str, str], dict[Entry, CellReport]] = {}
+def group_views(run: ParityRun) -> list[GroupView]:
+    """The heat map, group by group: a row for each case, a tile for each entry."""
+    failures = {id(report): f"f{number}" for number, report in enumerate(run.failures)}
+    groups: dict[str, dict[tuple[str, str, str], dict[Entry, CellReport]]] = {}
     for report in run.reports:
-        found.setdefault(report.cell.row, {})[report.cell.entry] = report
-    rows = []
-    for number, ((group, name, layout), reports) in enumerate(found.items()):
-        anchor = f"c{number}"
-        tiles = []
-        for entry in entries:
-            report = reports.get(entry)
-            if report is None:
-                tiles.append(None)
-                continue
-            failure = failures.get(id(report))
-            tiles.append(tile(report, anchor if failure is None else f"f{failure}"))
-        about = next(iter(reports.values())).cell.about
-        rows.append(CaseRow(anchor, group, name, layout, about, tuple(tiles)))
-    return rows
+        rows = groups.setdefault(report.cell.group, {})
+        rows.setdefault(report.cell.row, {})[report.cell.entry] = report
+    views = []
+    for position, (group, cases) in enumerate(groups.items()):
+        members = []
+        for number, reports in enumerate(cases.values()):
+            anchor = f"g{position}c{number}"
+            tiles = {
+                entry: tile(report, failures.get(id(report), anchor))
+                for entry, report in reports.items()
+            }
+            cell = next(iter(reports.values())).cell
+            members.append(CaseRow(anchor, cell.name, cell.layout, cell.about, tiles))
+        entries = [entry for entry in run.entries if any(entry in row.tiles for row in members)]
+        bands = _bands(members, entries)
+        views.append(GroupView(group, run.groups.get(group, ""), members, entries, bands))
+    return views
+
+
+def _bands(rows: Sequence[CaseRow], entries: Sequence[Entry]) -> list[Band]:
+    bands: list[Band] = []
+    for start in range(0, len(rows), _BAND):
+        part = rows[start : start + _BAND]
+        lines = [(entry, [row.tiles.get(entry) for row in part]) for entry in entries]
+        bands.append([(entry, tiles) for entry, tiles in lines if any(tiles)])
+    return bands
 
 
 def tile(report: CellReport, target: str) -> Tile:
@@ -141,7 +155,7 @@ def tile(report: CellReport, target: str) -> Tile:
         return Tile("refused", "✓", f"{where}: pass", target)
     if share is None:
         reasons = "; ".join(str(reason) for reason in report.reasons)
-        text = "–" if status is Status.UNSUPPORTED else "n/a"
+        text = "-" if status is Status.UNSUPPORTED else "n/a"
         return Tile(status.value, text, f"{where}: {status.value}, {reasons}", target)
     level = next(number for number, end in enumerate(BINS) if share <= end)
     worst = max(report.verdicts, key=lambda verdict: verdict.share)
@@ -158,23 +172,6 @@ def refusals(run: ParityRun) -> list[Refusals]:
             key = (report.cell.entry, report.status, reasons)
             found.setdefault(key, []).append(report.cell.name)
     return [Refusals(*key, tuple(names)) for key, names in found.items()]
-
-
-def _grouped(rows: Sequence[CaseRow], entries: Sequence[Entry]) -> list[GroupView]:
-    """Each group's rows, and its overview."""
-    groups: dict[str, list[CaseRow]] = {}
-    for row in rows:
-        groups.setdefault(row.group, []).append(row)
-    return [GroupView(name, members, _bands(members, entries)) for name, members in groups.items()]
-
-
-def _bands(rows: Sequence[CaseRow], entries: Sequence[Entry]) -> list[Band]:
-    bands: list[Band] = []
-    for start in range(0, len(rows), _BAND):
-        columns = zip(*(row.tiles for row in rows[start : start + _BAND]), strict=True)
-        lines = [(entry, tiles) for entry, tiles in zip(entries, columns, strict=True)]
-        bands.append([(entry, tiles) for entry, tiles in lines if any(tiles)])
-    return bands
 
 
 def _legend() -> list[tuple[str, str]]:

@@ -28,6 +28,7 @@ def run_data(run: ParityRun) -> dict[str, object]:
         "seconds": round(run.seconds, 3),
         "exit_code": run.exit_code,
         "counts": _counts(run.counts),
+        "groups": dict(run.groups),
         "notes": list(run.notes),
         "faults": list(run.faults),
         "summaries": [_summary(summary) for summary in run.summaries()],

@@ -74,7 +74,9 @@ def _test_case(suite: ElementTree.Element, report: CellReport) -> None:
         )
     elif _skipped(report):
         reasons = "; ".join(str(reason) for reason in report.reasons)
-        ElementTree.SubElement(case, "skipped", message=_clean(f"{report.status.value}: {reasons}"))
+        ElementTree.SubElement(
+            case, "skipped", message=_clean(f"{report.status.value}: {reasons}")
+        )
 
 
 def _clean(text: str) -> str:

@@ -126,6 +126,7 @@ class ParityRun:
         backends: the names that were asked for.
         required: the names that must not go untested.
         reports: in the order they ran.
+        groups: the matrix's groups by name, with their summaries.
         notes: what was left out, and why.
         faults: failures that belong to no cell, such as a required backend that ran nothing.
         environment: versions, device, date and command.
@@ -139,6 +140,7 @@ class ParityRun:
     backends: tuple[str, ...]
     required: tuple[str, ...]
     reports: tuple[CellReport, ...]
+    groups: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
     environment: Mapping[str, object] = field(default_factory=dict)

@@ -66,6 +66,7 @@ def run_matrix(
         backends=selection.backends,
         required=tuple(required),
         reports=tuple(reports),
+        groups={group.name: group.summary for group in matrix.groups},
         notes=tuple(notes),
         faults=tuple(_untested(reports, required)),
         environment=environment(selection.device, selection.backends),
@@ -92,7 +93,7 @@ def _select(
     capability = None
     if device == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError("device is cuda, but torch finds no CUDA device here")
+            raise ValueError("device is cuda, but torch finds none here; pass --device cpu")
         capability = device_capability(torch.device("cuda", torch.cuda.current_device()))
     return Selection(tuple(names), device, capability, text)
 
