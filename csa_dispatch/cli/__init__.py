@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .backends import backends
+from .bench import bench
 from .demo import demo
 from .doctor import doctor
 from .explain import explain
@@ -17,7 +18,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (backends, explain, parity, demo, doctor):
+for command in (backends, explain, parity, bench, demo, doctor):
     app.command(command.__name__)(command)
 
 

@@ -1,0 +1,88 @@
+"""``csa-dispatch bench``: how fast is each backend on this machine?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ..bench.plots import write_png
+from ..bench.report_json import json_text, write_json
+from ..bench.results import BenchRun
+from ..bench.runner import run_suite
+from ..bench.suite import DIRECTIONS, load_suite
+from ..bench.table import render
+from .output import console, errors, usage_errors
+
+_WIDTH = 150
+"""Columns of the table where there is no terminal that it must fit into."""
+
+
+def bench(
+    suite: Annotated[
+        str,
+        typer.Option(
+            help="Suite file (TOML), or the name of a shipped one: cpu.toml, h200.toml, "
+            "scaling.toml."
+        ),
+    ] = "cpu.toml",
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(help="Time this backend; repeatable. Default: the suite's."),
+    ] = None,
+    text: Annotated[
+        str, typer.Option("--filter", help="Only cases whose name contains this text.")
+    ] = "",
+    direction: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="forward, backward, or both (one after the other in one timing); repeatable. "
+            "Default: what each case asks for."
+        ),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the suite's.")] = None,
+    as_json: Annotated[
+        str | None, typer.Option("--json", help="Write JSON here; - prints it, and nothing else.")
+    ] = None,
+    png: Annotated[
+        str | None, typer.Option(help="Write a figure here: roofline, and time against T.")
+    ] = None,
+) -> None:
+    """Time backends side by side, each checked against the oracle on sampled rows first.
+
+    Exits 0 when everything that ran was right (a missed limit is only shown), 1 when a backend
+    failed, 2 on a bad argument or suite. The JSON file is brought up to date after every case.
+    """
+    if device not in (None, "cpu", "cuda"):
+        raise typer.BadParameter(f"{device!r} is not cpu or cuda", param_hint="--device")
+    for name in direction or ():
+        if name not in DIRECTIONS:
+            words = ", ".join(DIRECTIONS)
+            raise typer.BadParameter(f"{name!r} is not one of {words}", param_hint="--direction")
+    with usage_errors():
+        loaded = load_suite(suite)
+        with errors.status(f"bench {loaded.name}") as status:
+
+            def listen(run: BenchRun, coming: str) -> None:
+                status.update(f"bench {loaded.name}: {coming}")
+                if as_json not in (None, "-"):
+                    write_json(run, as_json)
+
+            run = run_suite(
+                loaded,
+                backends=backend or (),
+                device=device,
+                text=text,
+                directions=direction or (),
+                listener=listen,
+            )
+        if as_json == "-":
+            typer.echo(json_text(run), nl=False)
+        else:
+            screen = console if console.is_terminal else Console(width=_WIDTH)
+            screen.print(render(run, screen.width))
+        if png is not None:
+            write_png(run, png)
+    if run.exit_code:
+        raise typer.Exit(run.exit_code)
