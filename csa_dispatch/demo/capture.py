@@ -1,4 +1,4 @@
-"""The trained layers' real tensors: every attention call of one held-out batch, and its gradient."""
+"""The trained layers' real tensors: each attention call of a held-out batch, with its gradient."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CapturedLayer(NamedTuple):
 
 
 def capture(model: ByteModel, spans: Tensor) -> list[CapturedLayer]:
-    """Run ``model`` on held-out ``spans`` ``[B, T + 1]``, forward and backward, and keep it all."""
+    """Run ``model`` on held-out ``spans`` ``[B, T + 1]``, forward and backward, and keep all."""
     seen: list[tuple[Call, Tensor, Tensor]] = []
 
     def see(_: int, call: Call, output: Tensor, lse: Tensor) -> None:
@@ -72,7 +72,8 @@ def capture(model: ByteModel, spans: Tensor) -> list[CapturedLayer]:
 
 def on_device(call: Call, device: torch.device | str) -> Call:
     """The call with its tensors detached and on ``device``; strides stay as they are."""
-    return Call(*(x.detach().to(device) if isinstance(x, Tensor) else x for x in call))
+    tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
+    return call._replace(**{name: x.detach().to(device) for name, x in tensors.items()})
 
 
 def in_dtype(call: Call, dtype: torch.dtype) -> Call:

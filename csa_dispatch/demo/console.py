@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -16,21 +18,23 @@ from csa_dispatch.parity.console import seconds_text, share_text
 
 from .corpus import Corpus
 from .mass import AttentionMass
-from .model import LABELS, ByteModel
+from .model import LABELS, parameter_count
 from .replay import Cell, Explained
-from .results import DemoResults
+from .results import DemoResults, about, milliseconds_text
 from .train import HeldOutLoss, History, Progress, StepLoss, TrainConfig
 
+_LOOK: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": SIMPLE_HEAD}
 
-def introduction(config: TrainConfig, corpus: Corpus, model: ByteModel) -> RenderableType:
+
+def introduction(config: TrainConfig, corpus: Corpus) -> RenderableType:
     """What is about to be trained, on what."""
     layers = ", ".join(LABELS[kind] for kind in config.model.layers)
-    sizes = config.model
+    sizes, weights = config.model, parameter_count(config.model)
     return Text.from_markup(
         f"[bold]Text[/bold]    {corpus.train.files} files of {escape(str(corpus.root))},\n"
         f"        {corpus.train.size / 1e6:.1f} MB to learn from; {corpus.held_out.files} other "
         f"files, {corpus.held_out.size / 1e6:.1f} MB, held out\n"
-        f"[bold]Model[/bold]   {model.parameter_count / 1e6:.1f} M weights; layers: {layers}\n"
+        f"[bold]Model[/bold]   {weights / 1e6:.1f} M weights; layers: {layers}\n"
         f"        window {sizes.window}; CSA ratio {sizes.csa_ratio}, top {sizes.top_k}; "
         f"HCA ratio {sizes.hca_ratio}\n"
         f"[bold]Steps[/bold]   {config.steps} of {config.batch} x {config.tokens} bytes "
@@ -63,7 +67,7 @@ def training(console: Console, config: TrainConfig) -> Iterator[Progress]:
         def measure(found: HeldOutLoss) -> None:
             nonlocal held_out
             held_out = found.loss
-            length = round(held_out * 5)
+            length = round(held_out * 4)
             line = f"step {found.step:>4}  held-out {held_out:.3f} bits/byte  "
             console.print(Text(line) + Text("▪" * length, style="blue"), highlight=False)
 
@@ -95,7 +99,6 @@ def render(results: DemoResults) -> RenderableType:
         _explain_table(results.explained),
         Text(),
         _parity_table(results),
-        *_refusals(results),
         Text(),
         _mass_table(results.masses),
         Text(),
@@ -105,7 +108,7 @@ def render(results: DemoResults) -> RenderableType:
 
 
 def _learned(history: History, seconds: float) -> RenderableType:
-    table = Table(title="Bits per byte on held-out files", title_justify="left")
+    table = Table(title="Bits per byte on held-out files", **_LOOK)
     table.add_column("")
     table.add_column("bits/byte", justify="right")
     table.add_row("before training", f"{history.held_out[0].loss:.3f}")
@@ -117,64 +120,55 @@ def _learned(history: History, seconds: float) -> RenderableType:
 
 
 def _explain_table(explained: Sequence[Explained]) -> RenderableType:
-    table = Table(title="explain: what runs each layer, and why", title_justify="left")
-    for name in ("layers", "kind", "call", "forward", "backward", "passed over"):
-        table.add_column(name, no_wrap=name in ("layers", "kind", "forward", "backward"))
-    why: dict[str, None] = {}
+    table = Table(title="explain: what runs each layer, and why", **_LOOK)
+    for name in ("layers", "kind", "call", "forward", "backward"):
+        table.add_column(name, no_wrap=True)
+    notes: dict[str, list[str]] = {}
     for item in explained:
-        decision = item.decision
-        why[f"{decision.why} (policy {decision.policy})"] = None
-        refused = "\n".join(
-            f"{name}: {escape(str(reason))}"
-            for name, reasons in decision.refused().items()
-            for reason in reasons
-        )
+        decision, layers = item.decision, ", ".join(map(str, item.layers))
         table.add_row(
-            ", ".join(map(str, item.layers)),
-            item.label,
-            item.sizes,
-            decision.forward or "none",
-            decision.backward or "none",
-            refused or "nothing",
+            layers, item.label, item.sizes, decision.forward or "none", decision.backward or "none"
         )
-    return Group(table, *(Text(f"why: {line}", style="dim") for line in why))
+        notes.setdefault(f"{decision.why} (policy {decision.policy})", []).append(layers)
+        for name, reasons in decision.refused().items():
+            for reason in reasons:
+                notes.setdefault(f"{name} cannot: {reason}", []).append(layers)
+        for note in decision.notes:
+            notes.setdefault(note, []).append(layers)
+    every = len(explained)
+    return Group(table, *(_note(about(text, layers, every)) for text, layers in notes.items()))
+
+
+def _note(text: str) -> Text:
+    return Text(f"  {text}", style="dim")
 
 
 def _parity_table(results: DemoResults) -> RenderableType:
-    dtypes = list(dict.fromkeys(cell.dtype for cell in results.cells))
-    tokens = results.config.tokens
+    dtypes = results.dtypes
     table = Table(
-        title="Replay against the float64 oracle: worst relative error of output and gradients,\n"
-        "share of the error budget it uses, time of forward and backward",
-        title_justify="left",
+        title="parity: the trained layers on every backend, against the float64 oracle",
+        **_LOOK,
     )
     table.add_column("layer", no_wrap=True)
     table.add_column("backend", no_wrap=True)
     for dtype in dtypes:
         table.add_column(dtype, justify="right", no_wrap=True)
-        table.add_column("budget", justify="right", no_wrap=True)
+        table.add_column("used", justify="right", no_wrap=True)
         table.add_column("ms", justify="right", no_wrap=True)
-    rows: dict[tuple[int, str, str], dict[str, Cell]] = {}
-    for cell in results.ran:
-        rows.setdefault((cell.layer, cell.backend, cell.device), {})[cell.dtype] = cell
     layer_before = 0
-    sliced = False
-    for (layer, backend, device), cells in rows.items():
+    for cells in results.by_row():
         first = next(iter(cells.values()))
-        if layer_before not in (0, layer):
+        name = f"{first.layer} {first.label}" if first.layer != layer_before else ""
+        if name and layer_before:
             table.add_section()
-        name = f"{layer} {first.label}" if layer != layer_before else ""
-        layer_before = layer
-        sliced = sliced or first.sliced
-        where = backend if device == "cpu" else f"{backend} ({device})"
+        layer_before = first.layer
         columns = [part for dtype in dtypes for part in _cell_columns(cells.get(dtype))]
-        table.add_row(name, where + ("*" if first.sliced else ""), *columns)
-    parts: list[RenderableType] = [table]
-    if sliced:
-        first = next(cell for cell in results.ran if cell.sliced)
-        note = f"* interpreted, so slow: the first {first.tokens} of {tokens} rows of each layer"
-        parts.append(Text(note, style="dim"))
-    return Group(*parts)
+        table.add_row(name, first.where, *columns)
+    columns = (
+        "per dtype: worst relative error of output and gradients, the share of the error budget",
+        "it uses, and the time of forward and backward",
+    )
+    return Group(table, *map(_note, (*columns, *results.notes())))
 
 
 def _cell_columns(cell: Cell | None) -> tuple[RenderableType, RenderableType, RenderableType]:
@@ -183,20 +177,12 @@ def _cell_columns(cell: Cell | None) -> tuple[RenderableType, RenderableType, Re
     if not cell.verdicts:
         return Text("failed", style="bold red"), "", ""
     style = "bold red" if cell.status == "fail" else "green"
-    time = "" if cell.seconds is None else f"{cell.seconds * 1e3:.1f}"
-    return f"{cell.error:.1e}", Text(share_text(cell.share), style=style), time
-
-
-def _refusals(results: DemoResults) -> Iterator[RenderableType]:
-    every = len(results.layers)
-    for (backend, device), reasons in results.refusals().items():
-        for reason, layers in reasons.items():
-            which = "" if len(layers) == every else f" (layers {', '.join(map(str, layers))})"
-            yield Text(f"not replayed: {backend} on {device}{which}: {reason}", style="dim")
+    used = Text(share_text(cell.share), style=style)
+    return f"{cell.error:.1e}", used, milliseconds_text(cell.seconds)
 
 
 def _mass_table(masses: Sequence[AttentionMass]) -> RenderableType:
-    table = Table(title="Attention mass: where the softmax lies", title_justify="left")
+    table = Table(title="Attention mass: where the softmax lies", **_LOOK)
     table.add_column("layer", no_wrap=True)
     for name in ("window", "selected", "sink", "picks: recall (chance)"):
         table.add_column(name, justify="right")
@@ -208,7 +194,7 @@ def _mass_table(masses: Sequence[AttentionMass]) -> RenderableType:
         table.add_row(f"{mass.layer} {mass.label}", *shares, recall)
     worst = max((mass.defect for mass in masses), default=0.0)
     text = f"the three shares sum to 1 within {worst:.0e}, worked out from logits and lse"
-    return Group(table, Text(text, style="dim"))
+    return Group(table, _note(text))
 
 
 def _verdict(results: DemoResults) -> RenderableType:

@@ -48,11 +48,10 @@ def rotate(x: Tensor, positions: Tensor, theta: float, rope_dim: int, sign: int 
     ``sign=-1`` turns back.
     """
     pair = torch.arange(0, rope_dim, 2, device=x.device, dtype=torch.float32)
-    angle = positions[:, None] * theta ** (-pair / rope_dim)
-    cos, sin = angle.cos(), sign * angle.sin()
-    still, turned = x[..., :-rope_dim], x[..., -rope_dim:]
-    even, odd = turned[..., ::2], turned[..., 1::2]
-    pairs = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    angle = sign * positions[:, None] * theta ** (-pair / rope_dim)
+    turn = torch.polar(torch.ones_like(angle), angle)
+    still, turned = x[..., :-rope_dim], x[..., -rope_dim:].unflatten(-1, (-1, 2))
+    pairs = torch.view_as_real(torch.view_as_complex(turned) * turn)
     return torch.cat((still, pairs.flatten(-2)), dim=-1)
 
 

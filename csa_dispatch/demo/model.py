@@ -130,9 +130,11 @@ class ByteModel(nn.Module):
         index_loss = torch.stack(losses).mean() if losses else x.new_zeros(())
         return self.head(self.norm(x)), index_loss
 
-    @property
-    def parameter_count(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters())
+
+def parameter_count(config: ModelConfig) -> int:
+    """Weights of a model of these sizes."""
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in ByteModel(config).parameters())
 
 
 def bits_per_byte(logits: Tensor, targets: Tensor) -> Tensor:

@@ -61,6 +61,12 @@ class Cell(NamedTuple):
     message: str = ""
 
     @property
+    def where(self) -> str:
+        """Backend and device as a table shows them; ``*`` marks a slice."""
+        place = self.backend if self.device == "cpu" else f"{self.backend} ({self.device})"
+        return place + ("*" if self.sliced else "")
+
+    @property
     def share(self) -> float:
         """The largest share of its error budget any tensor used."""
         return max((verdict.share for verdict in self.verdicts), default=0.0)

@@ -12,10 +12,13 @@ from jinja2 import Environment, StrictUndefined
 
 from csa_dispatch.parity.console import seconds_text, share_text
 from csa_dispatch.parity.files import write_atomically
+from csa_dispatch.parity.results import TENSORS
+from csa_dispatch.testing import TensorVerdict
 
 from .figures import picture
-from .model import LABELS
-from .results import DemoResults
+from .model import LABELS, parameter_count
+from .replay import Cell
+from .results import DemoResults, milliseconds_text
 
 _TEMPLATE = "report.html"
 
@@ -28,6 +31,22 @@ class Written(NamedTuple):
     data: Path
 
 
+class ParityRow(NamedTuple):
+    """One layer on one backend and device.
+
+    Attributes:
+        layer: what the layer is called.
+        opens: the first row of its layer.
+        bands: for each dtype the verdict on each tensor (None: no such tensor, or it did not
+            run) and the time in ms.
+    """
+
+    layer: str
+    opens: bool
+    backend: str
+    bands: list[tuple[list[TensorVerdict | None], str]]
+
+
 def write_report(results: DemoResults, folder: Path) -> Written:
     """Write ``report.html``, ``demo.png`` and ``demo.json`` into ``folder``, which is made.
 
@@ -37,7 +56,7 @@ def write_report(results: DemoResults, folder: Path) -> Written:
     png = picture(results.history, results.masses)
     written = Written(folder / "report.html", folder / "demo.png", folder / "demo.json")
     write_atomically(written.png, png)
-    write_atomically(written.data, json.dumps(results.to_dict(), indent=1, allow_nan=True) + "\n")
+    write_atomically(written.data, json.dumps(results.to_dict(), indent=1) + "\n")
     write_atomically(written.html, html_text(results, png))
     return written
 
@@ -54,8 +73,31 @@ def html_text(results: DemoResults, png: bytes) -> str:
     return environment.from_string(source.read_text(encoding="utf-8")).render(
         results=results,
         history=results.history,
+        parameters=parameter_count(results.config.model),
         labels=LABELS,
         picture=base64.b64encode(png).decode("ascii"),
-        tensors=("output", "lse", "dquery", "dlocal_kv", "dsparse_kv", "dsink"),
-        every=len(results.layers),
+        tensors=TENSORS,
+        dtypes=results.dtypes,
+        rows=_parity_rows(results),
+        whys=dict.fromkeys(item.decision.why for item in results.explained),
+        notes=results.notes(),
     )
+
+
+def _parity_rows(results: DemoResults) -> list[ParityRow]:
+    rows: list[ParityRow] = []
+    layer_before = 0
+    for cells in results.by_row():
+        first = next(iter(cells.values()))
+        bands = [_band(cells.get(dtype)) for dtype in results.dtypes]
+        name = f"{first.layer} {first.label}"
+        rows.append(ParityRow(name, first.layer != layer_before, first.where, bands))
+        layer_before = first.layer
+    return rows
+
+
+def _band(cell: Cell | None) -> tuple[list[TensorVerdict | None], str]:
+    if cell is None:
+        return [None] * len(TENSORS), ""
+    verdicts = {verdict.name: verdict for verdict in cell.verdicts}
+    return [verdicts.get(name) for name in TENSORS], milliseconds_text(cell.seconds)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .capture import CapturedLayer
 from .corpus import Corpus
 from .mass import AttentionMass
+from .model import parameter_count
 from .replay import Cell, Explained
 from .train import History, TrainConfig
 
@@ -15,14 +17,12 @@ class DemoResults(NamedTuple):
     """What was trained, what ran, and whether all of it holds.
 
     Attributes:
-        parameters: weights of the model.
         seconds: how long training took, measurements included.
         environment: versions and device, from ``csa_dispatch.parity.environment``.
     """
 
     config: TrainConfig
     corpus: Corpus
-    parameters: int
     history: History
     seconds: float
     layers: list[CapturedLayer]
@@ -61,16 +61,32 @@ class DemoResults(NamedTuple):
             )
         return found
 
-    def refusals(self) -> dict[tuple[str, str], dict[str, list[int]]]:
-        """(backend, device) to its Reasons to the layers that have them, once for all dtypes."""
-        found: dict[tuple[str, str], dict[str, list[int]]] = {}
+    @property
+    def dtypes(self) -> list[str]:
+        """The dtypes replayed, in order."""
+        return list(dict.fromkeys(cell.dtype for cell in self.cells))
+
+    def by_row(self) -> list[dict[str, Cell]]:
+        """What ran, as rows: dtype to cell for one layer, backend and device."""
+        rows: dict[tuple[int, str, str], dict[str, Cell]] = {}
+        for cell in self.ran:
+            rows.setdefault((cell.layer, cell.backend, cell.device), {})[cell.dtype] = cell
+        return list(rows.values())
+
+    def notes(self) -> list[str]:
+        """What the parity table leaves out, one line each: slices, and refusals with Reasons."""
+        sliced = next((cell for cell in self.ran if cell.sliced), None)
+        lines: dict[str, list[int]] = {}
+        if sliced is not None:
+            text = f"interpreted, so slow: the first {sliced.tokens} rows of each layer"
+            lines[f"* {text} of {self.config.tokens}"] = []
         for cell in self.cells:
             for reason in cell.reasons:
-                layers = found.setdefault((cell.backend, cell.device), {})
-                numbers = layers.setdefault(str(reason), [])
-                if cell.layer not in numbers:
-                    numbers.append(cell.layer)
-        return found
+                text = f"not replayed: {cell.backend} on {cell.device}: {reason}"
+                layers = lines.setdefault(text, [])
+                if cell.layer not in layers:
+                    layers.append(cell.layer)
+        return [about(text, layers, len(self.layers)) for text, layers in lines.items()]
 
     def to_dict(self) -> dict[str, object]:
         """All of it as JSON-ready data, without the tensors."""
@@ -92,7 +108,7 @@ class DemoResults(NamedTuple):
                 "tokens": config.tokens,
                 "seed": config.seed,
                 "device": config.device,
-                "parameters": self.parameters,
+                "parameters": parameter_count(config.model),
                 "seconds": self.seconds,
                 "loss": [item._asdict() for item in history.steps],
                 "held_out": [item._asdict() for item in history.held_out],
@@ -105,7 +121,11 @@ class DemoResults(NamedTuple):
                 ],
             },
             "explain": [
-                {**item._asdict(), "layers": list(item.layers), "decision": item.decision.to_dict()}
+                {
+                    **item._asdict(),
+                    "layers": list(item.layers),
+                    "decision": item.decision.to_dict(),
+                }
                 for item in self.explained
             ],
             "parity": [_cell_data(cell) for cell in self.cells],
@@ -114,6 +134,20 @@ class DemoResults(NamedTuple):
             ],
             "environment": self.environment,
         }
+
+
+def about(text: str, layers: Sequence[object], every: int) -> str:
+    """A note with the layers it is about, unless that is none or all of ``every``."""
+    where = f"layers {', '.join(map(str, layers))}: " if 0 < len(layers) < every else ""
+    return where + text
+
+
+def milliseconds_text(seconds: float | None) -> str:
+    """A time in ms to two or three figures; nothing for None."""
+    if seconds is None:
+        return ""
+    time = seconds * 1e3
+    return f"{time:.0f}" if time >= 10 else f"{time:.1f}"
 
 
 def _cell_data(cell: Cell) -> dict[str, object]:

@@ -14,7 +14,6 @@ from . import console as screen
 from .capture import capture
 from .corpus import load_corpus
 from .mass import attention_mass
-from .model import ByteModel
 from .replay import Cell, cell_count, explain_layers, replay
 from .results import DemoResults
 from .train import TrainConfig, train
@@ -34,7 +33,7 @@ def run_demo(config: TrainConfig, console: Console) -> DemoResults:
         BackendRefused: a forced backend cannot run the model's layers.
     """
     corpus = load_corpus()
-    console.print(screen.introduction(config, corpus, ByteModel(config.model)), highlight=False)
+    console.print(screen.introduction(config, corpus), highlight=False)
     started = time.perf_counter()
     with screen.training(console, config) as progress:
         trained = train(config, corpus, progress)
@@ -56,7 +55,6 @@ def run_demo(config: TrainConfig, console: Console) -> DemoResults:
     return DemoResults(
         config=config,
         corpus=corpus,
-        parameters=trained.model.parameter_count,
         history=trained.history,
         seconds=seconds,
         layers=layers,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ class TrainConfig:
     clip: float = 1.0
     seed: int = 0
     device: str = "cpu"
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = field(default_factory=ModelConfig)
 
     def rate(self, step: int) -> float:
         """Learning rate of a step: linear warm-up, then a cosine to a twentieth."""
@@ -189,7 +189,7 @@ def _step(
     (loss * math.log(2) + index_loss).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
     optimizer.step()
-    return StepLoss(number, float(loss), float(index_loss))
+    return StepLoss(number, loss.item(), index_loss.item())
 
 
 @torch.no_grad()
