@@ -65,9 +65,13 @@ class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("eage
             _context.set(_context.get()[1:])
 
 
-@torch.compiler.assume_constant_result
 def _check_name(name: str, source: str) -> None:
     known_backend(name, source)
+
+
+# What torch.compiler.assume_constant_result sets. Calling that imports all of dynamo, which
+# takes over a second.
+_check_name._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def forced_by(backend: str | None, backward_backend: str | None) -> Forced:
