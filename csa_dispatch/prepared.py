@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .autograd import AttentionFunction, attention_op, needs_of
+from .autograd import AttentionFunction, needs_of
 from .call import Call
 from .layouts import LAYOUTS, Layout
+from .operators import attention_op
 from .policy import Policy
 from .runner import Runner
 from .transforms import refuse_transforms, transforms_active
