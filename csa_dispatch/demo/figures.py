@@ -30,6 +30,7 @@ def picture(history: History, masses: Sequence[AttentionMass]) -> bytes:
     _masses(right, masses)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)  # pyright: ignore
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -48,29 +49,22 @@ def _losses(axes: Axes, history: History) -> None:
         ms=4,
         label="held-out files",
     )
-    last = measured[-1]
-    axes.annotate(
-        f"{last.loss:.2f}",
-        (last.step, last.loss),
-        xytext=(0, -14),
-        textcoords="offset points",
-        ha="right",
-        color=HELD_OUT,
-        weight="bold",
+    lines = (
+        ("bytes, order 0", history.baselines.order0, GREY),
+        ("pairs, order 1", history.baselines.order1, GREY),
     )
-    lines = (("byte counts (order 0)", history.baselines.order0),)
-    lines += (("byte-pair counts (order 1)", history.baselines.order1),)
-    for name, loss in lines:
-        axes.axhline(loss, color=GREY, lw=1, ls=(0, (4, 3)))
+    for _, loss, colour in lines:
+        axes.axhline(loss, color=colour, lw=1, ls=(0, (4, 3)), zorder=1)
+    labels = (*lines, ("held-out", measured[-1].loss, HELD_OUT))
+    for height, (name, loss, colour) in _apart(labels):
         axes.annotate(
             f"{name} {loss:.2f}",
-            (1, loss),
+            (1.01, height),
             xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="right",
-            color=GREY,
+            va="center",
+            color=colour,
             fontsize=9,
+            annotation_clip=False,
         )
     axes.set_ylim(0, max(8.5, measured[0].loss + 0.3))
     axes.set_xlim(0, max(steps) * 1.01)
@@ -80,8 +74,19 @@ def _losses(axes: Axes, history: History) -> None:
     axes.legend(frameon=False, loc="upper right")
 
 
+def _apart(labels: Sequence[tuple[str, float, str]]) -> list[tuple[float, tuple]]:
+    """Labels with heights that leave each a line, lowest first, in their values' order."""
+    placed: list[tuple[float, tuple]] = []
+    for label in sorted(labels, key=lambda item: item[1]):
+        height = label[1]
+        if placed:
+            height = max(height, placed[-1][0] + 0.4)
+        placed.append((height, label))
+    return placed
+
+
 def _masses(axes: Axes, masses: Sequence[AttentionMass]) -> None:
-    names = [f"{mass.layer}  {mass.label}" for mass in masses]
+    names = [f"layer {mass.layer}, {mass.label}" for mass in masses]
     position = list(range(len(masses)))
     start = [0.0] * len(masses)
     for part, colour in PARTS:
@@ -103,6 +108,5 @@ def _masses(axes: Axes, masses: Sequence[AttentionMass]) -> None:
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     axes.set_xlabel("share of the softmax")
-    axes.set_ylabel("layer")
     axes.set_title("Attention mass", loc="left", fontsize=11)
     axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.04), ncols=3)

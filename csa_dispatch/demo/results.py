@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from csa_dispatch.testing import TensorVerdict
 
 from .capture import CapturedLayer
 from .corpus import Corpus
@@ -153,8 +156,18 @@ def milliseconds_text(seconds: float | None) -> str:
 def _cell_data(cell: Cell) -> dict[str, object]:
     return {
         **cell._asdict(),
-        "share": cell.share,
-        "error": cell.error,
-        "verdicts": [verdict._asdict() for verdict in cell.verdicts],
+        "share": _finite(cell.share),
+        "error": _finite(cell.error),
+        "verdicts": [_verdict_data(verdict) for verdict in cell.verdicts],
         "reasons": [reason._asdict() for reason in cell.reasons],
     }
+
+
+def _verdict_data(verdict: TensorVerdict) -> dict[str, object]:
+    numbers = {"share": _finite(verdict.share), "error": _finite(verdict.error)}
+    return {**verdict._asdict(), **numbers}
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity, which is the share of a result wrong in shape or NaN: null."""
+    return value if math.isfinite(value) else None
