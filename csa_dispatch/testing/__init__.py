@@ -14,6 +14,8 @@ from .check import (
     reference_for,
 )
 from .covering import Boundary, boundaries_for, cases_for
+from .field_case import FieldCase, check_field_case
+from .field_cases import field_cases
 from .mutants import MUTATIONS, Mutation, PlainBackend, mutants
 from .oracle import oracle_forward, oracle_gradients, visible_rows
 from .plain import plain_attention, plain_forward, plain_gradients
@@ -24,6 +26,7 @@ __all__ = [
     "Boundary",
     "Case",
     "CellResult",
+    "FieldCase",
     "Inputs",
     "Mutation",
     "Outcome",
@@ -39,6 +42,8 @@ __all__ = [
     "build",
     "cases_for",
     "check_case",
+    "check_field_case",
+    "field_cases",
     "gradient_tensors",
     "judge",
     "mutants",
