@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
 from . import generation
@@ -26,13 +25,14 @@ from .prepared import (
 )
 from .runner import CACHE_SIZE, runner_for
 from .settings import settings
+from .tracing import constant_when_traced
 from .transforms import any_autocast
 from .value_checks import check_values as check_values_of
 
 _prepared: dict[tuple[object, ...], Prepared] = {}
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _choices(backend: str | None, backward_backend: str | None) -> tuple[str, str, bool]:
     """What is forced ("" for routing's choice) and whether to check values.
 

@@ -9,6 +9,7 @@ import torch
 
 from .registry import known_backend
 from .settings import settings
+from .tracing import constant_when_traced
 
 
 class Forced(NamedTuple):
@@ -65,13 +66,9 @@ class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("eage
             _context.set(_context.get()[1:])
 
 
+@constant_when_traced
 def _check_name(name: str, source: str) -> None:
     known_backend(name, source)
-
-
-# What torch.compiler.assume_constant_result sets. Calling that imports all of dynamo, which
-# takes over a second.
-_check_name._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def forced_by(backend: str | None, backward_backend: str | None) -> Forced:
