@@ -91,18 +91,26 @@ def _series(rows: Sequence[BenchRow]) -> dict[tuple[str, str, str], list[BenchRo
 def _against_tokens(
     axes: Axes, series: dict[tuple[str, str, str], list[BenchRow]], colours: dict[str, str]
 ) -> None:
-    """Microseconds a query token against T: level where time grows in proportion."""
+    """Milliseconds against T; a dashed line is growth in proportion from the shortest call."""
+    ticks: set[int] = set()
     for (name, direction, backend), rows in series.items():
-        points = sorted((row.case.tokens, row.per_token or 0.0) for row in rows)
+        points = sorted((row.case.tokens, row.time.median) for row in rows if row.time)
+        tokens = [count for count, _ in points]
+        ticks.update(tokens)
+        colour = colours[backend]
         axes.plot(
-            [tokens for tokens, _ in points],
-            [value * 1e3 for _, value in points],
+            tokens,
+            [value for _, value in points],
             _MARKERS[direction] + "-",
-            color=colours[backend],
+            color=colour,
             alpha=0.8,
             label=f"{name} {direction} {backend}",
         )
-    axes.set(xscale="log", yscale="log", title="Time per token against T")
-    axes.set(xlabel="T, query tokens", ylabel="us a token (median)")
-    axes.grid(True, which="both", alpha=0.2)
+        first = points[0][1] / tokens[0]
+        axes.plot(tokens, [first * count for count in tokens], "--", color=colour, alpha=0.4)
+    axes.set(xscale="log", yscale="log", title="Time against T (dashed: in proportion)")
+    axes.set(xlabel="T, query tokens", ylabel="ms (median)")
+    axes.set_xticks(sorted(ticks), [str(count) for count in sorted(ticks)])
+    axes.minorticks_off()
+    axes.grid(True, alpha=0.2)
     axes.legend(fontsize="small")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from csa_dispatch.call import Call, token_bounds
-from csa_dispatch.testing.budgets import TensorVerdict, judge
+from csa_dispatch.testing.budgets import Target, TensorVerdict, judge
 from csa_dispatch.testing.targets import targets
 
 from .inputs import BenchInputs
@@ -30,36 +30,48 @@ class SampledRows:
     """
 
     def __init__(self, inputs: BenchInputs, *, gradients: bool) -> None:
-        tokens = inputs.call.query.shape[2]
-        self._tokens = sorted({round(i * (tokens - 1) / (_ROWS - 1)) for i in range(_ROWS)})
-        grad_output = self._pick(inputs.grad_output)
-        self._targets = targets(
-            _one_token_calls(inputs.call, self._tokens), grad_output, gradients=gradients
-        )
+        last = inputs.call.query.shape[2] - 1
+        self._tokens = sorted({round(i * last / (_ROWS - 1)) for i in range(_ROWS)})
+        self._targets = _targets(inputs, self._tokens, gradients)
+        # Only the last query sees the last row of the window's KV: its whole gradient.
+        self._last_row = None
+        if gradients and inputs.call.sliding_window_size > 0:
+            self._last_row = _targets(inputs, [last], gradients)["dlocal_kv"]
 
     def verdicts(self, tensors: Mapping[str, Tensor | None]) -> list[TensorVerdict]:
-        """Judge output, lse and the query's gradient, those that are there."""
-        return [
-            judge(self._targets[name], self._pick(tensor))
+        """Judge output, lse, the query's gradient and the last local row's, those there are."""
+        found = [
+            judge(self._targets[name], _pick(tensor, self._tokens))
             for name in ("output", "lse", "dquery")
             if (tensor := tensors.get(name)) is not None
         ]
+        local = tensors.get("dlocal_kv")
+        if local is not None and self._last_row is not None:
+            found.append(judge(self._last_row, local[:1, :, -1:]))
+        return found
 
-    def _pick(self, tensor: Tensor) -> Tensor:
-        """The sampled tokens of the first batch entry as a batch: ``[R, H, 1, ...]``."""
-        return tensor[0, :, self._tokens].transpose(0, 1).unsqueeze(2)
+
+def _targets(inputs: BenchInputs, tokens: list[int], gradients: bool) -> dict[str, Target]:
+    """Targets of the given query rows, as calls of one token each."""
+    grad_output = _pick(inputs.grad_output, tokens)
+    return targets(_one_token_calls(inputs.call, tokens), grad_output, gradients=gradients)
+
+
+def _pick(tensor: Tensor, tokens: list[int]) -> Tensor:
+    """Tokens of the first batch entry as a batch: ``[R, H, 1, ...]`` of ``[B, H, T, ...]``."""
+    return tensor[0, :, tokens].transpose(0, 1).unsqueeze(2)
 
 
 def _one_token_calls(call: Call, tokens: list[int]) -> Call:
     """The given query rows of the first batch entry as a batch of calls of one token each.
 
-    Their keys, window and pool rows alike, are gathered into the pool ``[R, G, N, D]`` and
-    selected one by one; rows with fewer than ``N`` keys leave the other slots unused.
+    A token's own row of KV is its window; the other keys it sees, window and pool rows alike, are
+    gathered into the pool ``[R, G, N, D]`` and selected one by one. Tokens that see fewer leave
+    slots unused.
     """
-    keys = [_visible_keys(call, token) for token in tokens]
+    keys = [_other_keys(call, token) for token in tokens]
     most = max(1, *(rows.shape[1] for rows in keys))
-    _, heads, _, head_dim = call.query.shape
-    groups = call.local_kv.shape[1]
+    _, groups, _, head_dim = call.local_kv.shape
     pool = call.query.new_zeros(len(tokens), groups, most, head_dim)
     slots = torch.full((len(tokens), 1, most), -1, dtype=torch.int32, device=pool.device)
     for place, rows in enumerate(keys):
@@ -67,19 +79,19 @@ def _one_token_calls(call: Call, tokens: list[int]) -> Call:
         pool[place, :, :count] = rows
         slots[place, 0, :count] = torch.arange(count, device=pool.device)
     return call._replace(
-        query=call.query[0, :, tokens].transpose(0, 1).reshape(-1, heads, 1, head_dim),
-        local_kv=call.query.new_zeros(len(tokens), groups, 1, head_dim),
+        query=_pick(call.query, tokens),
+        local_kv=_pick(call.local_kv, tokens),
         sparse_kv=pool,
         kv_indices=slots,
-        sliding_window_size=0,
+        sliding_window_size=min(1, call.sliding_window_size),
         compress_ratio=None,
     )
 
 
-def _visible_keys(call: Call, token: int) -> Tensor:
-    """All rows ``[G, N, D]`` that a token of the first batch entry sees."""
-    first = max(0, token + 1 - call.sliding_window_size)
-    found = [call.local_kv[0, :, first : token + 1]]
+def _other_keys(call: Call, token: int) -> Tensor:
+    """All rows ``[G, N, D]`` but its own that a token of the first batch entry sees."""
+    first = max(0, token + 1 - max(1, call.sliding_window_size))
+    found = [call.local_kv[0, :, first:token]]
     if call.sparse_kv is not None and call.kv_indices is not None:
         slots = call.kv_indices[0, token]
         used = (slots >= 0) & (slots < call.sparse_kv.shape[2])
