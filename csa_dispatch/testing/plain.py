@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from csa_dispatch.call import Call, Gradients, Kind, token_bounds
+from csa_dispatch.recompute import enable_autograd
 
 _CHUNK_ELEMENTS = 1 << 26
 """Gathered key elements of one chunk of query rows in ``plain_gradients``: 256 MiB of fp32."""
@@ -46,6 +47,7 @@ def plain_gradients(call: Call, grad_output: Tensor) -> Gradients:
     """Autograd's gradients of ``plain_attention``, a chunk of query rows at a time.
 
     KV and sink gradients add up over the chunks in fp32 (fp64 for fp64) and are rounded once.
+    Works where autograd is off, as inside another backward.
     """
     exact = accumulation_dtype(call.query.dtype)
     table = visible_table(call)
@@ -55,13 +57,14 @@ def plain_gradients(call: Call, grad_output: Tensor) -> Gradients:
     shared = [kv] if sink is None else [kv, sink]
     totals = [torch.zeros_like(leaf) for leaf in shared]
     dquery = []
-    for low, high in _chunks(call, table):
-        query = call.query[:, :, low:high].detach().requires_grad_()
-        out, _ = _attend(query, kv, table[:, low:high], sink, call)
-        found = torch.autograd.grad(out, [query, *shared], grad_output[:, :, low:high])
-        dquery.append(found[0])
-        for total, piece in zip(totals, found[1:], strict=True):
-            total += piece
+    with enable_autograd():
+        for low, high in _chunks(call, table):
+            query = call.query[:, :, low:high].detach().requires_grad_()
+            out, _ = _attend(query, kv, table[:, low:high], sink, call)
+            found = torch.autograd.grad(out, [query, *shared], grad_output[:, :, low:high])
+            dquery.append(found[0])
+            for total, piece in zip(totals, found[1:], strict=True):
+                total += piece
     tokens, dtype = call.query.shape[2], call.query.dtype
     dkv = totals[0].to(dtype)
     pool = call.sparse_kv
