@@ -1,3 +1,4 @@
+# pyright: reportGeneralTypeIssues=false
 """Forward kernel: output and lse of one tile of query rows.
 
 One program owns ROWS rows (see ``tiles``) of one KV head and walks the keys they see in blocks

@@ -78,7 +78,7 @@ def install() -> None:
         result = original_dot(self, widened(a), widened(b), widened(acc), *options)
         return narrowed(result) if is_bf16(acc) else result
 
-    builder.create_dot = create_dot
+    builder.create_dot = create_dot  # pyright: ignore[reportAttributeAccessIssue]
 
     original_cast = builder.cast_impl
 
@@ -94,7 +94,7 @@ def install() -> None:
             return narrowed(source)
         return original_cast(self, source, target)
 
-    builder.cast_impl = cast_impl
+    builder.cast_impl = cast_impl  # pyright: ignore[reportAttributeAccessIssue]
 
     def repair_reduction(owner: Any, name: str) -> None:
         original = getattr(owner, name)

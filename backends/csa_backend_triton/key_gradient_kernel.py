@@ -103,9 +103,6 @@ def key_gradient_kernel(
         lse = tl.load(LSE + row, mask=valid, other=float("inf"))
         delta = tl.load(DELTA + row, mask=valid, other=0.0)
         live = valid & (lse != float("inf")) & (lse != float("-inf"))
-        # A row with NaN or Inf anywhere has it in lse or delta too. It is read as 0 and put
-        # back by its P, so that it reaches the keys it sees and no other key of this block.
-        sound = live & (tl.abs(lse) < float("inf")) & (tl.abs(delta) < float("inf"))
         if DENSE:
             low = tl.load(POOL_START + batch * ps_b + token64 * ps_t, mask=valid, other=0)
             high = tl.load(POOL_END + batch * pe_b + token64 * pe_t, mask=valid, other=0)
@@ -115,6 +112,9 @@ def key_gradient_kernel(
             if BOUNDED:
                 start = tl.load(WINDOW_START + batch * w_b + token64 * w_t, mask=valid, other=0)
                 low = tl.maximum(low, start)
+        # A row with NaN or Inf anywhere has it in lse or delta too. It is read as 0 and put
+        # back by its P, so that it reaches the keys it sees and no other key of this block.
+        sound = live & (low < high) & (tl.abs(lse) < float("inf")) & (tl.abs(delta) < float("inf"))
         visible = (key[:, None] >= low[None, :]) & (key[:, None] < high[None, :]) & live[None, :]
 
         q_row = head * q_h + token64 * q_t

@@ -10,8 +10,9 @@ from csa_dispatch.call import Call, Gradients, Kind, TokenBounds
 from .key_gradient import dense_gradient, window_gradient
 from .operands import operands_of
 from .sink_gradient import sink_gradient
-from .slot_gradient import slot_gradient
-from .upstream import Upstream, token_gradient, wants_slot_gradient
+from .stored_gradient import stored_gradient
+from .upstream import Upstream, token_gradient
+from .window_rows import keeps_window
 
 
 def backward(
@@ -33,11 +34,15 @@ def backward(
     grad_query = torch.empty_like(call.query) if needs[0] else None
     grad_local = grad_pool = grad_sink = None
 
-    if needs[2] and wants_slot_gradient(operands):
-        grad_pool = slot_gradient(upstream, grad_query, deterministic)
+    window = needs[1] and keeps_window(operands)
+    slots = needs[2] and operands.slots > 0 and operands.pool_rows > 0
+    if window or slots:
+        grad_local, grad_pool = stored_gradient(
+            upstream, grad_query, window=window, slots=slots, deterministic=deterministic
+        )
     else:
         token_gradient(upstream, grad_query)
-    if needs[1]:
+    if needs[1] and grad_local is None:
         grad_local = window_gradient(upstream)
     if needs[2] and grad_pool is None and pool is not None:
         dense = call.kind is Kind.DENSE and pool.shape[2] > 0

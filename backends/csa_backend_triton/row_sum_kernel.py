@@ -19,7 +19,6 @@ def row_sum_kernel(
     POINTERS,
     TOTAL,
     slots,
-    padded_slots,
     pool_rows,
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -42,7 +41,7 @@ def row_sum_kernel(
         valid = place < end
         entry = tl.load(ENTRY + place, mask=valid, other=0).to(tl.int32)
         token = (entry // slots).to(tl.int64)
-        source = ((token * kv_heads + kv_head) * padded_slots + entry % slots) * D
+        source = ((token * kv_heads + kv_head) * slots + entry % slots) * D
         rows = tl.load(
             PARTIAL + source[:, None] + column[None, :],
             mask=valid[:, None] & in_row[None, :],

@@ -153,7 +153,7 @@ def key_gradient_tile(capability: int, head_dim: int, float32: bool) -> Tile:
 
 
 class SlotTile(NamedTuple):
-    """Sizes of ``slot_gradient_kernel``: columns, heads and slots a step, warps, stages."""
+    """Sizes of ``slot_rows_kernel``: columns, heads and slots a step, warps, stages."""
 
     columns: int
     heads: int
@@ -162,11 +162,29 @@ class SlotTile(NamedTuple):
     stages: int
 
 
-def slot_gradient_tile(capability: int, group: int, head_dim: int, float32: bool) -> SlotTile:
-    """Tile of ``slot_gradient_kernel`` for a group of ``group`` heads."""
-    columns = 64 if head_dim <= 64 else 128
+def slot_rows_tile(capability: int, group: int, head_dim: int, float32: bool) -> SlotTile:
+    """Tile of ``slot_rows_kernel``; ``float32`` is whether P and dS are kept in fp32."""
     if float32:
         return SlotTile(64, 16, 16, 4, 1)
     widest = 128 if memory_class(capability) == "227 KB" else 64
     heads = next(size for size in (16, 32, 64, 128) if size >= min(group, widest))
-    return SlotTile(columns, heads, 64, 4, 2)
+    return SlotTile(64 if head_dim <= 64 else 128, heads, 64, 4, 2)
+
+
+class WindowTile(NamedTuple):
+    """Sizes of ``window_rows_kernel``: columns, heads a step, warps, stages."""
+
+    columns: int
+    heads: int
+    warps: int
+    stages: int
+
+
+def window_rows_tile(capability: int, group: int, head_dim: int, float32: bool) -> WindowTile:
+    """Tile of ``window_rows_kernel``; ``float32`` is whether P and dS are kept in fp32."""
+    if float32:
+        return WindowTile(64, 16, 4, 1)
+    heads = next(size for size in (16, 32, 64) if size >= min(group, 64))
+    if memory_class(capability) == "227 KB" and head_dim > 128:
+        return WindowTile(256, heads, 8, 2)
+    return WindowTile(64 if head_dim <= 64 else 128, heads, 4, 2)

@@ -1,3 +1,4 @@
+# pyright: reportGeneralTypeIssues=false
 """Device functions the kernels share: which rows a program owns and what those rows may see.
 
 A *tile* is ``ROWS`` query rows of one KV head's group of ``GROUP`` query heads. A tile is

@@ -1,3 +1,4 @@
+# pyright: reportGeneralTypeIssues=false
 """Backward over query tiles: delta, the query's gradient and, on request, P and dS.
 
 One program owns ROWS query rows (see ``tiles``), walks the keys they see as the forward does
@@ -6,10 +7,10 @@ and recomputes, from the sink-inclusive lse,
     delta = rowsum(out * dO)         P = exp(scale * Q K^T - lse)
     dS = scale * P * (dO K^T - delta)                    dQ = sum over blocks of dS K
 
-(FlashAttention-2's backward; the sink only enters through lse and delta.) For the gather kind
-it can store P and dS, ``[tokens of the chunk, H, slots padded]``, for ``slot_gradient_kernel``.
-With neither dQ nor P wanted it is the delta kernel. Rows that see no key, or whose lse is not
-finite because of the sink, read nothing of dO and give 0.
+(FlashAttention-2's backward; the sink only enters through lse and delta.) It can store P and
+dS of the window and of the slots for ``window_rows_kernel`` and ``slot_rows_kernel``;
+``stored_scores`` says how they lie. With neither dQ nor P wanted it is the delta kernel. Rows
+that see no key, or whose lse is infinite, read nothing of dO and give 0.
 """
 
 import triton
@@ -90,8 +91,17 @@ def score_gradient(
     return p, ds, exponent, acc0, acc1
 
 
+@triton.jit
+def store_scores(P, DS, head, place, p, ds, valid, inside):
+    """Store P and dS of a block of keys, transposed: heads are contiguous."""
+    target = head[:, None] + place[None, :]
+    mask = valid[:, None] & inside[None, :]
+    tl.store(P + target, p.to(P.dtype.element_ty), mask=mask)
+    tl.store(DS + target, ds.to(DS.dtype.element_ty), mask=mask)
+
+
 @triton.jit(
-    do_not_specialize=["tokens", "pool_rows", "slots", "window", "first_token", "first_program"]
+    do_not_specialize=["tokens", "pool_rows", "slots", "window", "first_program", "ring", "places"]
 )
 def token_gradient_kernel(
     QUERY,
@@ -144,14 +154,16 @@ def token_gradient_kernel(
     pool_rows,
     slots,
     window,
-    first_token,
     first_program,
-    padded_slots,
+    ring,
+    places,
+    padded_heads,
     scale,
     KIND: tl.constexpr,
     BOUNDED: tl.constexpr,
     NEED_QUERY: tl.constexpr,
-    STORE: tl.constexpr,
+    STORE_WINDOW: tl.constexpr,
+    STORE_SLOTS: tl.constexpr,
     RANGE: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -206,7 +218,7 @@ def token_gradient_kernel(
         delta += tl.sum(out.to(tl.float32) * do1.to(tl.float32), 1)
     tl.store(DELTA + row, delta, mask=valid)
 
-    if NEED_QUERY or STORE:
+    if NEED_QUERY or STORE_WINDOW or STORE_SLOTS:
         lse2 = tl.where(live, lse * LOG2E, float("inf"))
         q_row = head64 * q_h + token64 * q_t
         q0 = load_rows(QUERY + batch64 * q_b, q_row, live, q_d, D, 0, D0)
@@ -217,8 +229,9 @@ def token_gradient_kernel(
             q1 = load_rows(QUERY + batch64 * q_b, q_row, live, q_d, D, D0, D1)
             acc1 = tl.zeros([ROWS, D1], tl.float32)
         exponent = tl.full([ROWS], 100, tl.int32)
+        stored = ((batch64 * tokens + token64) % ring) * places * padded_heads + head64
 
-        if NEED_QUERY:
+        if NEED_QUERY or STORE_WINDOW:
             local = LOCAL + batch64 * l_b + kv_head * l_g
             if SINGLE:
                 begin = first
@@ -234,25 +247,31 @@ def token_gradient_kernel(
                     visible = (key[None, :] >= first[:, None]) & (key[None, :] <= token[:, None])
                 p, ds, exponent, acc0, acc1 = score_gradient(
                     q0, q1, do0, do1, local, key.to(tl.int64) * l_t, loaded, visible,
-                    lse2, delta, exponent, acc0, acc1, scale, D, D0, D1, not SINGLE, True, RANGE,
+                    lse2, delta, exponent, acc0, acc1, scale, D, D0, D1,
+                    not SINGLE, NEED_QUERY, RANGE,
                 )  # fmt: skip
+                if STORE_WINDOW:
+                    place = (key - token + window - 1).to(tl.int64) * padded_heads
+                    store_scores(P, DS, stored, place, p, ds, valid, loaded)
 
-        if KIND == GATHER:
+        if KIND == GATHER and (NEED_QUERY or STORE_SLOTS):
             pool = POOL + batch64 * p_b + kv_head * p_g
-            flat = batch64 * tokens + token64 - first_token
-            stored = (flat * heads + head64) * padded_slots
             for at in tl.range(0, used_end, KEYS, num_stages=STAGES):
                 pool_row, used = load_slots(indices, i_k, at + lane, slots, span, start)
                 p, ds, exponent, acc0, acc1 = score_gradient(
                     q0, q1, do0, do1, pool, pool_row * p_s, used, used[None, :],
-                    lse2, delta, exponent, acc0, acc1, scale, D, D0, D1, False, NEED_QUERY, RANGE,
+                    lse2, delta, exponent, acc0, acc1, scale, D, D0, D1,
+                    False, NEED_QUERY, RANGE,
                 )  # fmt: skip
-                if STORE:
-                    place = stored[:, None] + (at + lane)[None, :]
-                    tl.store(P + place, p.to(P.dtype.element_ty), mask=valid[:, None])
-                    tl.store(DS + place, ds.to(DS.dtype.element_ty), mask=valid[:, None])
-            if STORE:
-                tl.store(USED_END + flat, used_end)
+                if STORE_SLOTS:
+                    slot = at + lane
+                    place = slot
+                    if STORE_WINDOW:
+                        place = slot + window
+                    place = place.to(tl.int64) * padded_heads
+                    store_scores(P, DS, stored, place, p, ds, valid, slot < slots)
+            if STORE_SLOTS:
+                tl.store(USED_END + (batch64 * tokens + token64) % ring, used_end)
 
         if KIND == DENSE and NEED_QUERY:
             pool = POOL + batch64 * p_b + kv_head * p_g
@@ -270,7 +289,8 @@ def token_gradient_kernel(
                     visible = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
                 p, ds, exponent, acc0, acc1 = score_gradient(
                     q0, q1, do0, do1, pool, key.to(tl.int64) * p_s, loaded, visible,
-                    lse2, delta, exponent, acc0, acc1, scale, D, D0, D1, not SINGLE, True, RANGE,
+                    lse2, delta, exponent, acc0, acc1, scale, D, D0, D1,
+                    not SINGLE, True, RANGE,
                 )  # fmt: skip
 
         if NEED_QUERY:

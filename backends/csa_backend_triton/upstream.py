@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from csa_dispatch.call import Kind
-
 from .launching import capability_of, launch
 from .operands import SCAN, Operands, tile_programs
+from .stored_scores import Stored
 from .tile_table import Tile, token_gradient_tile
 from .token_gradient_kernel import token_gradient_kernel
 
@@ -36,48 +35,33 @@ class Upstream(NamedTuple):
         return self.output.dtype == torch.float16
 
 
-class Stored(NamedTuple):
-    """P and dS of a chunk of tokens, for the gradient of the selected rows.
-
-    Attributes:
-        p, ds: ``[tokens, H, padded slots]``, bf16 for bf16 inputs and fp32 otherwise.
-        used_end: int32 ``[tokens]``, one past the token's last used slot.
-        first_token: flat index ``b * T + t`` of the chunk's first token.
-    """
-
-    p: Tensor
-    ds: Tensor
-    used_end: Tensor
-    first_token: int
-
-
 def token_gradient(
     upstream: Upstream,
     grad_query: Tensor | None,
     stored: Stored | None = None,
+    first: int = 0,
+    end: int | None = None,
     tile: Tile | None = None,
 ) -> None:
     """Write delta and, where wanted, ``grad_query`` and ``stored``.
 
-    Covers the tokens of ``stored``, or all of them when that is None. ``tile`` overrides the
-    table, for tuning.
+    With ``stored`` it covers the flat tokens ``first .. end - 1``, without it all of them.
+    ``tile`` overrides the table, for tuning.
     """
     operands, output, lse, grad_output, delta = upstream
     call = operands.call
     query = call.query
     tokens = query.shape[2]
     if tile is None:
-        tile = token_gradient_tile(
-            capability_of(query), query.shape[3], operands.wanted_rows(), operands.is_float32
-        )
-    single = operands.tile_is_single(tile.rows)
-    first_token = first_program = 0
+        rows = operands.group if stored is not None else operands.wanted_rows()
+        tile = token_gradient_tile(capability_of(query), query.shape[3], rows, operands.is_float32)
+    single = stored is not None or operands.tile_is_single(tile.rows)
     programs = tile_programs(operands, tile.rows, single)
-    if stored is not None:
+    first_program = 0
+    if stored is not None and end is not None:
         head_blocks = -(-operands.group // tile.rows)
-        first_token = stored.first_token
-        first_program = first_token * head_blocks
-        programs = stored.used_end.shape[0] * head_blocks
+        first_program = first * head_blocks
+        programs = (end - first) * head_blocks
     launch(
         token_gradient_kernel,
         (programs, operands.kv_heads),
@@ -107,16 +91,16 @@ def token_gradient(
             operands.pool_rows,
             operands.slots,
             operands.window,
-            first_token,
             first_program,
-            0 if stored is None else stored.p.shape[2],
+            *((1, 0, 0) if stored is None else stored.p.shape),
             call.scale,
         ),
         warps=tile.warps,
         KIND=call.kind.value,
         BOUNDED=operands.bounds is not None,
         NEED_QUERY=grad_query is not None,
-        STORE=stored is not None,
+        STORE_WINDOW=stored is not None and stored.window,
+        STORE_SLOTS=stored is not None and stored.used_end is not None,
         RANGE=upstream.is_float16,
         GROUP=operands.group,
         ROWS=tile.rows,
@@ -126,8 +110,3 @@ def token_gradient(
         SCAN=SCAN,
         **operands.head_dim.constants,
     )
-
-
-def wants_slot_gradient(operands: Operands) -> bool:
-    """Whether any slot can select a pool row."""
-    return operands.call.kind is Kind.GATHER and operands.slots > 0 and operands.pool_rows > 0

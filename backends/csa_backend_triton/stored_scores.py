@@ -1,0 +1,88 @@
+"""P and dS kept between kernels: where they lie and how many tokens' worth fit."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .operands import Operands
+
+WORKSPACE_BYTES = 352 << 20
+"""Most that the buffers of one chunk of tokens may take, beside delta and fp32 sums."""
+
+WINDOW_KEYS = 64
+"""Key rows of one program of ``window_rows_kernel``."""
+
+SORT_BYTES = 40
+"""Bytes a slot costs while its chunk is sorted: keys and int64 positions, in and out."""
+
+
+class Stored(NamedTuple):
+    """P and dS of the tokens in work.
+
+    Attributes:
+        p, ds: ``[ring, places, padded heads]``; token ``n = b * T + t`` lies at ``n % ring``.
+            The first W places, if ``window``, are the window's keys ``t - W + 1 .. t``; the
+            K slots follow, if ``used_end`` is there. bf16 for bf16 inputs, else fp32.
+        used_end: int32 ``[ring]``, one past the token's last used slot; None without slots.
+        window: whether the window's scores are kept.
+        chunk: tokens worked on at once.
+    """
+
+    p: Tensor
+    ds: Tensor
+    used_end: Tensor | None
+    window: bool
+    chunk: int
+
+    @property
+    def ring(self) -> int:
+        return self.p.shape[0]
+
+    @property
+    def places(self) -> int:
+        return self.p.shape[1]
+
+    @property
+    def padded_heads(self) -> int:
+        return self.p.shape[2]
+
+
+def score_dtype(operands: Operands) -> torch.dtype:
+    """fp16's range does not hold dS, so only bf16 is kept as it is."""
+    is_bf16 = operands.call.query.dtype == torch.bfloat16
+    return torch.bfloat16 if is_bf16 else torch.float32
+
+
+def allocate(
+    operands: Operands,
+    window: bool,
+    slots: bool,
+    deterministic: bool,
+    workspace: int = WORKSPACE_BYTES,
+) -> Stored:
+    """Buffers for chunks of equal length that fit ``workspace`` bytes if one token does.
+
+    A chunk's sorted rows (``pool_rows``) are reckoned in when ``deterministic``. The window's
+    scores are kept until the last token that reads a block of keys is done.
+    """
+    query = operands.call.query
+    batch, heads, tokens, head_dim = query.shape
+    dtype = score_dtype(operands)
+    places = (operands.window if window else 0) + (operands.slots if slots else 0)
+    padded_heads = -(-heads // 16) * 16
+    kept_bytes = 2 * places * padded_heads * dtype.itemsize
+    token_bytes = kept_bytes
+    if slots and deterministic:
+        row_bytes = operands.kv_heads * head_dim * dtype.itemsize
+        token_bytes += operands.slots * (row_bytes + SORT_BYTES)
+    kept = operands.window + WINDOW_KEYS if window else 0
+    room = max((workspace - kept * kept_bytes) // token_bytes, 1)
+    chunks = -(-batch * tokens // room)
+    chunk = -(-batch * tokens // chunks)
+    ring = min(chunk + kept, batch * tokens)
+    p = query.new_empty((ring, places, padded_heads), dtype=dtype)
+    used_end = query.new_empty(ring, dtype=torch.int32) if slots else None
+    return Stored(p, torch.empty_like(p), used_end, window, chunk)

@@ -1,0 +1,110 @@
+"""Launcher of ``window_rows_kernel``: the window's key blocks as their last readers get done."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .launching import capability_of, launch, programs_to_fill
+from .operands import Operands
+from .stored_scores import WINDOW_KEYS, Stored
+from .tile_table import WindowTile, window_rows_tile
+from .upstream import Upstream
+from .window_rows_kernel import window_rows_kernel
+
+MAX_WINDOW = 512
+"""Longer windows are recomputed: keeping their scores would fill the workspace."""
+
+
+def keeps_window(operands: Operands) -> bool:
+    """Whether the window's gradient comes from stored scores rather than from new ones.
+
+    Recomputing takes the whole head dimension in registers, so wide heads store. Tiles that
+    pack several tokens' heads do not store, since their groups are too small to gain.
+    """
+    wide = operands.head_dim.size > 256
+    return wide and operands.group > 4 and 0 < operands.window <= MAX_WINDOW
+
+
+class WindowRows:
+    """The gradient of ``local_kv`` in the making."""
+
+    def __init__(self, upstream: Upstream, stored: Stored, tile: WindowTile | None) -> None:
+        self._upstream = upstream
+        self._stored = stored
+        query = upstream.operands.call.query
+        batch, _, tokens, head_dim = query.shape
+        self._tile = tile or window_rows_tile(
+            capability_of(query),
+            upstream.operands.group,
+            head_dim,
+            query.dtype != torch.bfloat16,
+        )
+        self._blocks = -(-tokens // WINDOW_KEYS)
+        self._done = 0
+        shape = (batch * self._blocks, upstream.operands.kv_heads, WINDOW_KEYS, head_dim)
+        self._rows = query.new_empty(shape)
+
+    def advance(self, end: int) -> None:
+        """Finish the key blocks whose readers are all among the first ``end`` flat tokens."""
+        operands = self._upstream.operands
+        tokens = operands.call.query.shape[2]
+        batch, token = divmod(end, tokens)
+        ready = batch * self._blocks + max((token - operands.window + 1) // WINDOW_KEYS, 0)
+        if ready > self._done:
+            self._finish(self._done, ready)
+            self._done = ready
+
+    def gradient(self) -> Tensor:
+        """``[B, G, T, D]``."""
+        query = self._upstream.operands.call.query
+        batch, _, tokens, head_dim = query.shape
+        rows = self._rows.view(batch, self._blocks, -1, WINDOW_KEYS, head_dim).transpose(1, 2)
+        return rows.reshape(batch, rows.shape[1], -1, head_dim)[:, :, :tokens]
+
+    def _finish(self, first: int, end: int) -> None:
+        operands, _, lse, grad_output, delta = self._upstream
+        query, tile = operands.call.query, self._tile
+        tokens, head_dim = query.shape[2], query.shape[3]
+        pieces = -(-head_dim // tile.columns)
+        programs = (end - first) * pieces * operands.kv_heads
+        parts = min(-(-programs_to_fill(query) // programs), operands.window)
+        target = self._rows[first:end]
+        if parts > 1:
+            target = query.new_empty((parts, *target.shape), dtype=torch.float32)
+        window_start, *_ = operands.tables
+        launch(
+            window_rows_kernel,
+            ((end - first) * pieces * parts, operands.kv_heads),
+            (
+                query,
+                window_start,
+                grad_output,
+                lse,
+                delta,
+                self._stored.p,
+                self._stored.ds,
+                target,
+                *query.stride(),
+                *operands.table_strides[:2],
+                *grad_output.stride(),
+                tokens,
+                operands.window,
+                first,
+                parts,
+                self._stored.ring,
+                self._stored.places,
+                self._stored.padded_heads,
+            ),
+            warps=tile.warps,
+            BOUNDED=operands.bounds is not None,
+            RANGE=self._upstream.is_float16,
+            GROUP=operands.group,
+            D=head_dim,
+            COLUMNS=tile.columns,
+            HEADS=tile.heads,
+            KEYS=WINDOW_KEYS,
+            STAGES=tile.stages,
+        )
+        if parts > 1:
+            self._rows[first:end] = target.sum(0)
