@@ -32,8 +32,19 @@ def claimed(backend: str, case: FieldCase) -> bool:
     return all(claims(*sides, spec_of(to_call(inputs), inputs.needs_grad)) for inputs in calls)
 
 
+def buildable(case: FieldCase) -> bool:
+    """Whether this machine grants the address space of the case's inputs (4 GiB in G30)."""
+    try:
+        case.calls(torch.device("cpu"))
+    except RuntimeError as error:
+        return "can't allocate memory" not in str(error)
+    return True
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_field_case_is_right(backend: str, case: FieldCase):
+    if case.name.startswith("G30a") and not buildable(case):
+        pytest.skip("needs 4 GiB of address space")
     with csa_dispatch.record_receipts() as receipts:
         result = check_field_case(case, attention_run(backend))
     if result.status == "unsupported":
