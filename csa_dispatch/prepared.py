@@ -193,6 +193,16 @@ def run(prepared: Prepared, call: Call) -> tuple[Tensor, Tensor]:
     return prepared.order.from_output(output), prepared.order.from_lse(lse)
 
 
+def _register_sharding_rules() -> None:
+    from .distributed import register_sharding_rules
+
+    register_sharding_rules()
+
+
+# What torch.compiler.assume_constant_result sets; calling that would import all of dynamo.
+_register_sharding_rules._dynamo_marked_constant = True  # pyright: ignore
+
+
 def run_operator(
     arguments: Arguments, call: Call, forward: str, backward: str, check_values: bool
 ) -> tuple[Tensor, Tensor]:
@@ -203,6 +213,8 @@ def run_operator(
     """
     if not torch.compiler.is_compiling():
         refuse_transforms()
+    if type(arguments.query).__name__ == "DTensor":
+        _register_sharding_rules()
     output, lse = attention_op(*call, list(needs_of(call)), forward, backward, check_values)
     order = LAYOUTS[arguments.layout]
     return order.from_output(output), order.from_lse(lse)

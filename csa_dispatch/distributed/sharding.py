@@ -1,0 +1,96 @@
+"""DTensor sharding rules of the operators: data parallel and tensor parallel, both directions.
+
+Registered when attention() first meets a DTensor. On one mesh dimension a call may be
+
+- replicated;
+- split by batch: every batched tensor is ``Shard(0)`` and the sink is replicated, its gradient
+  a partial sum. Packed calls have one batch row and cannot be;
+- split by query heads (tensor parallel): query, output and lse are ``Shard(1)``, the sink is
+  ``Shard(0)``, indices and documents are replicated. Shared KV is replicated and its gradient a
+  partial sum; KV with several heads is split with the query's heads.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.placement_types import Placement
+
+Placements = list[Placement | None]
+_CALL_TENSORS = 8
+_CALL_SCALARS = 3
+
+
+class _Plan:
+    """Placements of a call's tensors under one way of splitting it."""
+
+    def __init__(
+        self, query: Placement, kv: Placement, tokens: Placement, sink: Placement
+    ) -> None:
+        self.query, self.kv, self.tokens, self.sink = query, kv, tokens, sink
+
+    def call(self, arguments: tuple[Any, ...]) -> Placements:
+        """Placements of the call's arguments, None for what is absent or no tensor."""
+        replicated = Replicate()
+        wanted = (
+            self.query,
+            self.kv,
+            self.kv,
+            self.tokens,
+            self.sink,
+            replicated,
+            replicated,
+            self.tokens,
+        )
+        given = arguments[:_CALL_TENSORS]
+        placed = zip(wanted, given, strict=True)
+        return [
+            *(None if value is None else placement for placement, value in placed),
+            *[None] * (len(arguments) - _CALL_TENSORS),
+        ]
+
+
+def _plans(arguments: tuple[Any, ...]) -> list[tuple[_Plan, Placement, Placement]]:
+    """Each way to split the call, with the placements of KV's and the sink's gradients."""
+    whole, batch, heads = Replicate(), Shard(0), Shard(1)
+    found: list[tuple[_Plan, Placement, Placement]] = [
+        (_Plan(whole, whole, whole, whole), whole, whole)
+    ]
+    local_kv, cu_seqlens = arguments[1], arguments[5]
+    if cu_seqlens is None:
+        found.append((_Plan(batch, batch, batch, whole), batch, Partial()))
+    if local_kv.shape[1] == 1:
+        found.append((_Plan(heads, whole, whole, Shard(0)), Partial(), Shard(0)))
+    else:
+        found.append((_Plan(heads, heads, whole, Shard(0)), heads, Shard(0)))
+    return found
+
+
+@cache
+def register_sharding_rules() -> None:
+    """Register the rules with DTensor; once a process."""
+
+    @register_sharding(torch.ops.csa_dispatch.attention.default)
+    def _(*arguments: Any) -> list[tuple[Placements, Placements]]:
+        return [
+            ([plan.query, plan.query], plan.call(arguments)) for plan, _, _ in _plans(arguments)
+        ]
+
+    @register_sharding(torch.ops.csa_dispatch.attention_backward.default)
+    def _(*arguments: Any) -> list[tuple[Placements, Placements]]:
+        call = arguments[3:]
+        needs = call[_CALL_TENSORS + _CALL_SCALARS]
+        found: list[tuple[Placements, Placements]] = []
+        for plan, kv_gradient, sink_gradient in _plans(call):
+            wanted = (plan.query, kv_gradient, kv_gradient, sink_gradient)
+            # What is not needed comes back as an empty tensor, the same everywhere.
+            results: Placements = [
+                placement if needed else Replicate()
+                for placement, needed in zip(wanted, needs, strict=True)
+            ]
+            found.append((results, [plan.query] * 3 + plan.call(call)))
+        return found
