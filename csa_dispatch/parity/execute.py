@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,9 +13,10 @@ import torch
 from csa_dispatch.reasons import BackendRefused, Reason
 from csa_dispatch.receipts import record_receipts
 from csa_dispatch.routing import entry_reasons
-from csa_dispatch.testing import Boundary, Case, build
+from csa_dispatch.testing import Boundary, Case, CellResult, TensorVerdict, build
 from csa_dispatch.testing.cases import Inputs
 from csa_dispatch.testing.check import Outcome, Reference, attend, attention_run, check_case
+from csa_dispatch.testing.field_case import FieldCase, check_field_case
 
 from .results import Cell, CellReport, Status
 
@@ -28,8 +30,9 @@ class RecordedRun:
     Attributes:
         faults: what the receipts say that must not be.
         receipts: of every run, as ``"forward eager"``.
-        seconds: of the last run.
+        seconds: of all runs.
         trace: the innermost frames of an error.
+        reasons: of a refusal.
     """
 
     def __init__(self, cell: Cell) -> None:
@@ -39,6 +42,7 @@ class RecordedRun:
         self.receipts: list[str] = []
         self.seconds = 0.0
         self.trace = ""
+        self.reasons: tuple[Reason, ...] = ()
 
     def __call__(self, inputs: Inputs) -> Outcome:
         started = time.perf_counter()
@@ -47,13 +51,14 @@ class RecordedRun:
                 outcome = self._run(inputs)
                 if inputs.query.is_cuda:
                     torch.cuda.synchronize(inputs.query.device)
-        except BackendRefused:
+        except BackendRefused as refusal:
+            self.reasons = tuple(item for items in refusal.reasons.values() for item in items)
             raise
         except Exception as error:
             self.trace = _innermost(error)
             raise
         finally:
-            self.seconds = time.perf_counter() - started
+            self.seconds += time.perf_counter() - started
         entry = self._cell.entry
         expected = [f"forward {entry.forward}"]
         if any(inputs.needs_grad):
@@ -85,20 +90,48 @@ def run_case(cell: Cell, case: Case, reference: Reference) -> CellReport:
     """Run a case that routing says the cell's backends support, and judge it."""
     run = RecordedRun(cell)
     result = check_case(case, run, reference=reference)
-    messages = [result.message] if result.message else []
     if result.status == "unsupported":
-        messages = [f"explain() says it runs, the call refused: {result.message}"]
+        message = f"explain() says it runs, the call refused: {result.message}"
+        return CellReport(cell, Status.FAIL, reasons=run.reasons, message=message)
+    return _report(cell, run, result)
+
+
+def run_field_case(cell: Cell, case: FieldCase, device: str) -> CellReport:
+    """Run a field case, judged by the oracle and by what it states by hand."""
+    run = RecordedRun(cell)
+    try:
+        result = check_field_case(case, run, device)
+    except Exception as error:
+        message = f"the case's own check raised {type(error).__name__}: {error}"
+        return CellReport(cell, Status.FAIL, message=message, receipts=tuple(run.receipts))
+    if result.status == "unsupported":
+        return CellReport(cell, refused(run.reasons), reasons=run.reasons)
+    return _report(cell, run, result)
+
+
+def _report(cell: Cell, run: RecordedRun, result: CellResult) -> CellReport:
+    messages = [result.message] if result.message else []
     if run.trace:
         messages.append(f"at {run.trace}")
     messages += run.faults
     return CellReport(
         cell,
         Status.FAIL if messages else Status.PASS,
-        result.verdicts,
+        _worst(result.verdicts),
         message="; ".join(messages),
         receipts=tuple(run.receipts),
         seconds=run.seconds,
     )
+
+
+def _worst(verdicts: Sequence[TensorVerdict]) -> tuple[TensorVerdict, ...]:
+    """Of several calls' verdicts on the same tensor, the one nearest to failing."""
+    found: dict[str, TensorVerdict] = {}
+    for verdict in verdicts:
+        known = found.get(verdict.name)
+        if known is None or verdict.share > known.share:
+            found[verdict.name] = verdict
+    return tuple(found.values())
 
 
 def run_boundary(cell: Cell, boundary: Boundary, device: str) -> CellReport:

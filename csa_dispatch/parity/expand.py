@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
+
+import torch
 
 from csa_dispatch.capabilities import Capabilities
 from csa_dispatch.policy import Entry
 from csa_dispatch.registry import Row, backends
 from csa_dispatch.testing import Boundary, Case, boundaries_for, cases_for
+from csa_dispatch.testing.field_case import FieldCase
+from csa_dispatch.testing.field_cases import field_cases
 
-from .matrix import Group, Limit, Matrix, MatrixError
+from .limits import Ledger
+from .matrix import Group, Matrix
 from .results import Cell
+from .toml_table import MatrixError
 
 ANYTHING = Capabilities()
 
@@ -22,9 +27,16 @@ ANYTHING = Capabilities()
 class CaseWork:
     """One case in one layout, whose oracle result all its cells share."""
 
-    group: Group
     case: Case
     layout: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class FieldWork:
+    """One field case on every backend."""
+
+    case: FieldCase
     cells: tuple[Cell, ...]
 
 
@@ -33,10 +45,10 @@ class BoundaryWork:
     """One call just outside a backend's claim, which it must refuse."""
 
     boundary: Boundary
-    cells: tuple[Cell]
+    cells: tuple[Cell, ...]
 
 
-Work = CaseWork | BoundaryWork
+Work = CaseWork | FieldWork | BoundaryWork
 
 
 @dataclass(frozen=True)
@@ -63,56 +75,37 @@ def expand(matrix: Matrix, selection: Selection) -> tuple[list[Work], list[str]]
         MatrixError: a group's axes make no case at all.
     """
     works: list[Work] = []
-    left_out: dict[str, int] = {}
+    ledger = Ledger(matrix.limits)
     seen: set[tuple[Entry, str, str]] = set()
     for position, group in enumerate(matrix.groups):
         if group.device not in ("", selection.device):
             continue
         for work in _group_works(matrix, position, selection):
-            kept = tuple(cell for cell in work.cells if _wanted(cell, work, selection, seen))
-            if isinstance(work, CaseWork):
-                for cell in kept:
-                    for name in _over(work.case, cell.entry, matrix):
-                        left_out[name] = left_out.get(name, 0) + 1
-                kept = tuple(c for c in kept if not _over(work.case, c.entry, matrix))
-            if kept:
-                works.append(replace(work, cells=kept))
-    notes = [
-        f"{name}: {number} cells left out, larger than {matrix.limits[name].max_blocks} blocks: "
-        f"{matrix.limits[name].why or 'limit of the matrix'}"
-        for name, number in left_out.items()
-    ]
-    return works, notes
+            cells = tuple(cell for cell in work.cells if _wanted(cell, selection, seen))
+            cells = ledger.keep(cells, lambda work=work: _sizes(work))
+            if cells:
+                works.append(replace(work, cells=cells))
+    return works, ledger.notes()
 
 
-def _wanted(
-    cell: Cell, work: Work, selection: Selection, seen: set[tuple[Entry, str, str]]
-) -> bool:
+def _wanted(cell: Cell, selection: Selection, seen: set[tuple[Entry, str, str]]) -> bool:
     """Whether a cell passes the filter and was not asked for by an earlier group."""
     if selection.text.lower() not in cell.id.lower():
         return False
     key = (cell.entry, cell.layout, cell.name)
-    if isinstance(work, CaseWork) and key in seen:
-        return False
+    fresh = key not in seen
     seen.add(key)
-    return True
+    return fresh
 
 
-def _over(case: Case, entry: Entry, matrix: Matrix) -> list[str]:
-    """Names of the entry's backends whose limit in force the case exceeds."""
-    found = []
-    for name in dict.fromkeys(entry):
-        limit = matrix.limits.get(name)
-        if limit is not None and _in_force(limit):
-            blocks = case.batch * case.tokens * -(-case.heads // limit.heads_a_block)
-            if blocks > limit.max_blocks:
-                found.append(name)
-    return found
-
-
-def _in_force(limit: Limit) -> bool:
-    name, _, value = limit.environment.partition("=")
-    return not name or os.environ.get(name) == value
+def _sizes(work: Work) -> list[tuple[int, int]]:
+    """Query rows and heads of each call that ``work`` makes; a boundary makes none."""
+    if isinstance(work, CaseWork):
+        return [(work.case.batch * work.case.tokens, work.case.heads)]
+    if isinstance(work, FieldWork):
+        shapes = [inputs.query.shape for inputs in work.case.calls(torch.device("cpu"))]
+        return [(shape[0] * shape[2], shape[1]) for shape in shapes]
+    return []
 
 
 def _group_works(matrix: Matrix, position: int, selection: Selection) -> Iterator[Work]:
@@ -124,6 +117,14 @@ def _group_works(matrix: Matrix, position: int, selection: Selection) -> Iterato
         return
     pairs = permutations(names, 2) if group.crossed else ((name, name) for name in names)
     entries = [Entry(*pair) for pair in pairs]
+    if group.source == "field":
+        for case in field_cases(group.dtypes):
+            cells = (
+                Cell("field", group.name, case.name, "BHSD", entry, case.fault)
+                for entry in entries
+            )
+            yield FieldWork(case, tuple(cells))
+        return
     try:
         cases = _cases(group, names, selection)
     except ValueError as error:
@@ -133,7 +134,7 @@ def _group_works(matrix: Matrix, position: int, selection: Selection) -> Iterato
             continue
         layout = _layout(group.layouts, number, case)
         cells = (Cell("case", group.name, case.name, layout, entry) for entry in entries)
-        yield CaseWork(group, case, layout, tuple(cells))
+        yield CaseWork(case, layout, tuple(cells))
 
 
 def _cases(group: Group, names: Sequence[str], selection: Selection) -> list[Case]:

@@ -21,7 +21,8 @@ A matrix file::
 
 Sources: ``axes`` covers every pair (``strength`` 1: every value) of axis values; ``claims`` does
 so for what each backend's Capabilities claim; ``list`` takes each table of ``cases`` over
-``base``; ``field`` takes the field cases; ``boundaries`` steps just outside each claim.
+``base``; ``field`` takes the field cases in each of ``dtypes``; ``boundaries`` steps just outside
+each claim.
 ``crossed = true`` pairs each backend's forward with every other one's backward instead of its
 own.
 """
@@ -39,6 +40,7 @@ from typing import Any
 from csa_dispatch.call import Kind
 from csa_dispatch.layouts import LAYOUTS
 from csa_dispatch.testing import Case
+from csa_dispatch.testing.field_cases import DTYPES
 
 from .toml_table import MatrixError, TomlTable
 
@@ -93,6 +95,7 @@ class Group:
     seed: int = 0
     axes: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     cases: tuple[Case, ...] = ()
+    dtypes: tuple[str, ...] = DTYPES
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,8 @@ def _group(table: TomlTable) -> Group:
         table.never("base", "cases", why='only a group with source = "list" has it')
     if source not in ("axes", "claims"):
         table.never("axes", "strength", why='only source = "axes" or "claims" has it')
+    if source != "field":
+        table.never("dtypes", why='only a group with source = "field" has it')
     axes = table.table("axes")
     layouts = table.texts("layouts") or ("BHSD",)
     for layout in layouts:
@@ -212,7 +217,16 @@ def _group(table: TomlTable) -> Group:
         seed=table.count("seed", 0),
         axes={name: _axis(axes, name, values) for name, values in axes.data.items()},
         cases=_cases(table),
+        dtypes=_dtypes(table),
     )
+
+
+def _dtypes(table: TomlTable) -> tuple[str, ...]:
+    names = table.texts("dtypes") or DTYPES
+    for name in names:
+        if name not in _WORDS["dtype"]:
+            raise table.error("dtypes", f"{name!r} is not one of {', '.join(_WORDS['dtype'])}")
+    return names
 
 
 def _cases(table: TomlTable) -> tuple[Case, ...]:

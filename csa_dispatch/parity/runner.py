@@ -13,8 +13,8 @@ from csa_dispatch.routing import entry_reasons
 from csa_dispatch.testing.check import Reference, reference_for
 
 from .environment import environment
-from .execute import refused, run_boundary, run_case
-from .expand import BoundaryWork, CaseWork, Selection, Work, expand
+from .execute import refused, run_boundary, run_case, run_field_case
+from .expand import BoundaryWork, CaseWork, FieldWork, Selection, Work, expand
 from .matrix import Matrix
 from .results import CellReport, ParityRun, Status
 
@@ -111,6 +111,9 @@ def _run(work: Work, selection: Selection) -> Iterator[CellReport]:
     if isinstance(work, BoundaryWork):
         for cell in work.cells:
             yield run_boundary(cell, work.boundary, selection.device)
+    elif isinstance(work, FieldWork):
+        for cell in work.cells:
+            yield run_field_case(cell, work.case, selection.device)
     else:
         yield from _run_case(work, selection)
 
