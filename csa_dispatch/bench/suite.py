@@ -32,20 +32,14 @@ A suite file::
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from csa_dispatch.call import Kind
-from csa_dispatch.config_files import read_config, shipped_configs
-from csa_dispatch.parity.toml_table import MatrixError, TomlTable
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+from csa_dispatch.config_files import load_config, shipped_configs
+from csa_dispatch.parity.toml_table import TomlTable
 
 DIRECTIONS = ("forward", "backward", "both")
 """``both`` is one timed region: a forward and then the backward of its results."""
@@ -159,12 +153,7 @@ def load_suite(path: str | Path) -> Suite:
     Raises:
         ValueError: no such file, not TOML, or a malformed key; one line that names both.
     """
-    text = read_config(path, "bench")
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise MatrixError(f"{path}: not valid TOML: {error}") from None
-    return parse_suite(data, str(path))
+    return parse_suite(load_config(path, "bench"), str(path))
 
 
 def shipped_suites() -> list[str]:

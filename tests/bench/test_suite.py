@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +78,16 @@ def test_a_mistake_names_the_file_and_the_key(
 def test_an_unknown_file_names_the_shipped_suites() -> None:
     with pytest.raises(ValueError, match=r"nowhere\.toml: no such file; shipped: cpu\.toml, h200"):
         load_suite("nowhere.toml")
+
+
+def test_a_file_that_is_not_toml_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text("name = ")
+    with pytest.raises(ValueError, match=r"broken\.toml: not valid TOML: Invalid value"):
+        load_suite(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"broken\.toml: cannot be read"):
+        load_suite(path)
 
 
 def test_every_shipped_suite_loads() -> None:
