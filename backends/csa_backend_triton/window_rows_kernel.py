@@ -80,26 +80,27 @@ def window_rows_kernel(
     # P times 2**15 still fits fp16, hence the start of the running exponent.
     exponent = tl.full([KEYS], 15, tl.int32)
 
-    for token in tl.range(begin, end, num_stages=STAGES):
+    head_blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    for step in tl.range(begin * head_blocks, end * head_blocks, num_stages=STAGES):
+        token = step // head_blocks
         token64 = tl.cast(token, tl.int64)
         first = tl.maximum(token - window + 1, 0)
         if BOUNDED:
             first = tl.maximum(first, tl.load(WINDOW_START + batch * w_b + token64 * w_t))
         visible = (key >= first) & (key <= token)
+        in_group = (step % head_blocks) * HEADS + tl.arange(0, HEADS)
+        in_use = in_group < GROUP
+        head = kv_head * GROUP + in_group
+        # A token of no document reads nothing: its rows may hold anything.
+        reads = in_use & (first <= token)
+        sound = sound_heads(LSE + plane + token64, DELTA + plane + token64, head, tokens, reads)
+        q = load_heads(query + token64 * q_t, head, q_h, column, q_d, sound, D)
+        do = load_heads(grad_out + token64 * do_t, head, do_h, column, do_d, sound, D)
         kept = (batch * tokens + token64) % ring
         stored = (kept * places + (key - token + window - 1)) * padded_heads
-        for block_start in tl.static_range(0, GROUP, HEADS):
-            in_group = block_start + tl.arange(0, HEADS)
-            valid = (in_group < GROUP) & (first <= token)
-            head = kv_head * GROUP + in_group
-            sound = sound_heads(
-                LSE + plane + token64, DELTA + plane + token64, head, tokens, valid
-            )
-            q = load_heads(query + token64 * q_t, head, q_h, column, q_d, sound, D)
-            do = load_heads(grad_out + token64 * do_t, head, do_h, column, do_d, sound, D)
-            place = stored[:, None] + head[None, :]
-            mask = visible[:, None] & valid[None, :]
-            acc, exponent = add_heads(acc, exponent, P, DS, place, mask, q, do, RANGE)
+        place = stored[:, None] + head[None, :]
+        mask = visible[:, None] & in_use[None, :]
+        acc, exponent = add_heads(acc, exponent, P, DS, place, mask, q, do, RANGE)
 
     if RANGE:
         acc = acc * power_of_two(-exponent)[:, None]
