@@ -13,9 +13,10 @@ WORKERS ?= 2
 BIN := .venv/bin
 # One thread a process: the tests' tensors are tiny, and WORKERS processes share the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q
-# Triton's interpreter is chosen when triton is imported, so what interprets gets a process of
-# its own, apart from what compiles.
-INTERPRETED := tests/backends/triton
+# Triton's interpreter is chosen when triton is imported, so what interprets gets processes of
+# its own.
+INTERPRETED := tests/backends/triton tests/backends/hopper
+OTHERS := $(addprefix --ignore ,$(INTERPRETED))
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test lint typecheck unit interpreted measured parity docs format clean distclean
@@ -41,14 +42,13 @@ typecheck: env ## pyright
 	$(BIN)/pyright
 
 unit: env ## tests that need no special process
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow and not serial' \
-		--ignore $(INTERPRETED)
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow and not serial' $(OTHERS)
 
 interpreted: env ## tests of the Triton kernels in Triton's interpreter
-	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) -m 'not slow' $(INTERPRETED)
+	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) -m 'not slow and not serial' $(INTERPRETED)
 
 measured: env ## tests that measure time or memory, one at a time
-	$(PYTEST) -m 'serial and not slow' --ignore $(INTERPRETED)
+	$(PYTEST) -m 'serial and not slow' $(OTHERS)
 
 parity: env ## every backend against the float64 oracle
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/csa-dispatch parity --matrix configs/parity/ci.toml
