@@ -45,7 +45,7 @@ unit: env ## tests that need no special process
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow and not serial' $(OTHERS)
 
 interpreted: env ## tests of the Triton kernels in Triton's interpreter
-	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) -m 'not slow and not serial' $(INTERPRETED)
+	$(PYTEST) -n $(WORKERS) -m 'not slow and not serial' $(INTERPRETED)
 
 measured: env ## tests that measure time or memory, one at a time
 	$(PYTEST) -m 'serial and not slow' $(OTHERS)
