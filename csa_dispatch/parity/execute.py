@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from csa_dispatch.reasons import BackendRefused, Reason
 from csa_dispatch.receipts import record_receipts
-from csa_dispatch.routing import entry_reasons
-from csa_dispatch.testing import Boundary, Case, CellResult, TensorVerdict, build
+from csa_dispatch.testing import Boundary, Case, CellResult, TensorVerdict
+from csa_dispatch.testing.boundary import check_boundary
 from csa_dispatch.testing.cases import Inputs
-from csa_dispatch.testing.check import Outcome, Reference, attend, attention_run, check_case
+from csa_dispatch.testing.check import Outcome, Reference, attention_run, check_case, innermost
 from csa_dispatch.testing.field_case import FieldCase, check_field_case
 
 from .results import Cell, CellReport, Status
-
-_FRAMES = 3
-"""Innermost frames of a backend's traceback that a report shows."""
 
 
 class RecordedRun:
@@ -55,7 +49,7 @@ class RecordedRun:
             self.reasons = tuple(item for items in refusal.reasons.values() for item in items)
             raise
         except Exception as error:
-            self.trace = _innermost(error)
+            self.trace = innermost(error)
             raise
         finally:
             self.seconds += time.perf_counter() - started
@@ -71,13 +65,6 @@ class RecordedRun:
                 f"forced was {', '.join(expected)}"
             )
         return outcome
-
-
-def _innermost(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
-    return " < ".join(
-        f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in reversed(frames)
-    )
 
 
 def refused(reasons: tuple[Reason, ...]) -> Status:
@@ -135,47 +122,7 @@ def _worst(verdicts: Sequence[TensorVerdict]) -> tuple[TensorVerdict, ...]:
 
 
 def run_boundary(cell: Cell, boundary: Boundary, device: str) -> CellReport:
-    """Ask for a call just outside a claim: it must be refused with a Reason of that field.
-
-    Routing is asked about the description; where the call can be built on ``device`` it is also
-    made, and must raise.
-    """
-    spec, case = _differentiable(boundary)
-    reasons = entry_reasons(spec, cell.entry, hypothetical=True)
-    if boundary.field not in [reason.field for reason in reasons]:
-        fields = ", ".join(reason.field for reason in reasons) or "none"
-        message = f"no Reason of field {boundary.field} (Reasons: {fields})"
-        return CellReport(cell, Status.FAIL, reasons=reasons, message=message)
-    message = ""
-    if case is not None and spec.device_type == device:
-        message = _call_is_refused(cell, boundary.field, case, device)
+    """Ask for a call just outside a claim: it must be refused with a Reason of that field."""
+    reasons, message = check_boundary(boundary, cell.entry, device)
     status = Status.FAIL if message else Status.PASS
     return CellReport(cell, status, reasons=reasons, message=message)
-
-
-def _differentiable(boundary: Boundary) -> tuple:
-    """The boundary's spec and case with every gradient asked for: a bound may be backward's."""
-    case = boundary.case
-    if case is not None:
-        case = dataclasses.replace(case, needs_grad=(True, True, True, True))
-        return boundary.spec._replace(needs_grad=case.needs_grad), case
-    return boundary.spec._replace(needs_grad=(True, True, True, True)), None
-
-
-def _call_is_refused(cell: Cell, field: str, case: Case, device: str) -> str:
-    """Why the call was not refused as it must be; empty when it was."""
-    inputs = build(case, device)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(case.deterministic or before)
-    try:
-        attend(inputs, backend=cell.entry.forward, backward_backend=cell.entry.backward)
-    except BackendRefused as refusal:
-        fields = [reason.field for reasons in refusal.reasons.values() for reason in reasons]
-        if field in fields or "availability" in fields:
-            return ""
-        return f"the call was refused without a Reason of field {field}: {refusal}"
-    except Exception as error:
-        return f"the call raised {type(error).__name__} ({error}), not BackendRefused"
-    finally:
-        torch.use_deterministic_algorithms(before)
-    return "the call ran; it must be refused"

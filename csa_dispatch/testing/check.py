@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -89,7 +91,7 @@ def check_case(
     """
     reference = reference or reference_for(case, device)
     try:
-        with _deterministic(case.deterministic):
+        with deterministic_algorithms(case.deterministic):
             outcome = run(reference.inputs)
             again = run(reference.inputs) if case.deterministic else outcome
     except BackendRefused as refusal:
@@ -98,8 +100,8 @@ def check_case(
         return CellResult(case.name, "fail", (), f"{type(error).__name__}: {error}")
     verdicts = tuple(judge_outcome(reference, outcome))
     messages = [f"{item.name}: {item.message}" for item in verdicts if not item.passed]
-    messages += _surface_faults(reference, outcome)
-    if not _identical(outcome, again):
+    messages += surface_faults(reference, outcome)
+    if not identical(outcome, again):
         messages.append("two deterministic runs differ")
     return CellResult(case.name, "fail" if messages else "pass", verdicts, "; ".join(messages))
 
@@ -113,7 +115,7 @@ def judge_outcome(reference: Reference, outcome: Outcome) -> Iterator[TensorVerd
             yield judge(target, tensor)
 
 
-def _surface_faults(reference: Reference, outcome: Outcome) -> list[str]:
+def surface_faults(reference: Reference, outcome: Outcome) -> list[str]:
     """Gradients that are missing or superfluous, and results laid out otherwise than promised."""
     faults = []
     needs = reference.inputs.needs_grad
@@ -134,22 +136,25 @@ def _steps(tensor: Tensor) -> list[int]:
     return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
-def _identical(one: Outcome, other: Outcome) -> bool:
+def identical(one: Outcome, other: Outcome) -> bool:
+    """Whether two runs gave the same bits."""
     pairs = zip(
         (one.output, one.lse, *one.gradients),
         (other.output, other.lse, *other.gradients),
         strict=True,
     )
-    return all(a is b or torch.equal(_bits(a), _bits(b)) for a, b in pairs if a is not None)
+    return all(a is b or torch.equal(bits(a), bits(b)) for a, b in pairs if a is not None)
 
 
-def _bits(tensor: Tensor | None) -> Tensor:
+def bits(tensor: Tensor | None) -> Tensor:
+    """The bytes of a tensor, by which NaN equals NaN."""
     assert tensor is not None
     return tensor.detach().contiguous().view(torch.uint8)
 
 
 @contextmanager
-def _deterministic(wanted: bool) -> Iterator[None]:
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    """Torch's deterministic algorithms switched on in the block, if ``wanted``."""
     before = torch.are_deterministic_algorithms_enabled()
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
     if wanted:
@@ -158,6 +163,18 @@ def _deterministic(wanted: bool) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn)
+
+
+_FRAMES = 3
+"""Innermost frames of a backend's traceback that a report shows."""
+
+
+def innermost(error: BaseException) -> str:
+    """Where an error was raised: its innermost frames, the last one first."""
+    frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
+    return " < ".join(
+        f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in reversed(frames)
+    )
 
 
 def backend_run(forward: Backend, backward: Backend | None = None) -> Run:
