@@ -18,6 +18,7 @@ from csa_dispatch.call import Call, Gradients
 
 from .branch import Branch, KVGradient, Segment
 from .forward import sees_a_key, sink_of_rows
+from .masking import fill_where
 from .products import (
     add_rows_times_keys,
     add_scores_times_keys,
@@ -92,7 +93,7 @@ def backward(
                     add_scores_times_rows(grad, grad_score, rows.query, call.scale)
                     branch.add_gradient(grad_key, tile, segment, grad, _tainted(rows, segment))
         if grad_query is not None and grad_rows is not None:
-            grad_rows.masked_fill_(rows.tainted.unsqueeze(-1), torch.nan)
+            fill_where(grad_rows, rows.tainted, torch.nan)
             tile.rows_of(grad_query, kv_heads).copy_(grad_rows)
 
     results = [None if grad is None else grad.result() for grad in grad_keys]
@@ -108,19 +109,21 @@ def _load(call: Call, tile: Tile, saved: Saved, sees: Tensor, workspace: Workspa
     """Copy a tile's rows and take out those that must not reach a shared product."""
     dtype = accumulate_dtype(call.query.dtype)
 
-    def load(name: str, tensor: Tensor) -> Tensor:
-        return workspace.copy(name, tile.rows_of(tensor, call.local_kv.shape[1]), dtype)
+    def part(tensor: Tensor) -> Tensor:
+        return tile.rows_of(tensor, call.local_kv.shape[1])
 
-    query, grad_output = load("query", call.query), load("grad_output", saved.grad_output)
-    delta = load("output", saved.output).mul_(grad_output).sum(dim=-1)
-    lse = load("lse", saved.lse)
+    query = workspace.copy("query", part(call.query), dtype)
+    grad_output = workspace.copy("grad_output", part(saved.grad_output), dtype)
+    product = workspace.empty("product", query.shape, dtype)
+    delta = torch.mul(part(saved.output), grad_output, out=product).sum(dim=-1)
+    lse = workspace.copy("lse", part(saved.lse), dtype)
     live = sees & ~lse.isinf()  # lse is +inf under a sink of +inf: all gradients are 0
     tainted = live & ~(lse + delta).isfinite()
     sink_terms = torch.where(live, (sink_of_rows(call, query) - lse).exp() * delta, 0)
     out = ~live | tainted
     return TileRows(
-        query.masked_fill_(out.unsqueeze(-1), 0),
-        grad_output.masked_fill_(out.unsqueeze(-1), 0),
+        fill_where(query, out, 0),
+        fill_where(grad_output, out, 0),
         delta.masked_fill_(out, 0),
         lse.masked_fill_(out, torch.inf),
         tainted,

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .masking import fill_where
 from .tiles import Tile, accumulate_dtype
 
 
@@ -56,52 +57,18 @@ class Branch(Protocol):
         ...
 
 
-def take_out_nonfinite(keys: Tensor) -> Tensor:
-    """Zero the rows of ``keys`` ``[..., D]`` that hold NaN or Inf; return which were finite.
-
-    A matmul multiplies masked keys by probability 0, and 0 * NaN is NaN. So keys that are
-    shared by tokens of which some may not see them must be finite; ``shared_bias`` gives NaN
-    to those who do see a row taken out here.
-    """
-    finite = keys.isfinite().all(dim=-1)
-    keys.masked_fill_(~finite.unsqueeze(-1), 0)
-    return finite
-
-
-def shared_bias(seen: Tensor, finite: Tensor, log_count: Tensor | None, dtype: torch.dtype):
-    """Bias of keys shared within a block.
-
-    Args:
-        seen: bool ``[batches or 1, 1, blocks, tokens, N]``.
-        finite: bool ``[batches, G, blocks, N]`` from ``take_out_nonfinite``.
-        log_count: log multiplicity where seen, of the shape of ``seen``; None for once.
-        dtype: the accumulation dtype.
-    """
-    bias = torch.zeros((), dtype=dtype, device=finite.device)
-    bias = torch.where(finite, bias, torch.nan).unsqueeze(-2)
-    if log_count is not None:
-        bias = bias + log_count
-    return torch.where(seen, bias, -torch.inf)
-
-
 class KVGradient:
     """Gradient of a ``[B, G, rows, D]`` tensor, summed in the accumulation dtype."""
 
     def __init__(self, source: Tensor) -> None:
         self.source = source
-        batch, kv_heads, length, head_dim = source.shape
-        self.length = length
-        total = batch * kv_heads * length
-        # The row past the end takes what unused slots would add.
-        sums = source.new_zeros(total + 1, head_dim, dtype=accumulate_dtype(source.dtype))
-        taint = torch.zeros(total + 1, device=source.device, dtype=sums.dtype)
-        self._all_sums, self._all_taint = sums, taint
-        self.sums = sums[:total].view(source.shape)
-        self.taint = taint[:total].view(source.shape[:3])
-
-    @property
-    def unused_row(self) -> int:
-        return self._all_sums.shape[0] - 1
+        dtype = accumulate_dtype(source.dtype)
+        # The row past the end takes what unused slots add.
+        total = source.shape[:3].numel()
+        self._all_sums = source.new_zeros(total + 1, source.shape[3], dtype=dtype)
+        self._all_taint = source.new_zeros(total + 1, dtype=dtype)
+        self.sums = self._all_sums[:total].view(source.shape)
+        self.taint = self._all_taint[:total].view(source.shape[:3])
 
     def add_span(self, tile: Tile, first: int, rows: Tensor, tainted: Tensor) -> None:
         """Add ``rows`` ``[batches, G, n, D]`` to source rows ``first .. first + n``."""
@@ -110,11 +77,14 @@ class KVGradient:
         self.taint[tile.batch_slice, :, span] += tainted
 
     def add_at(self, index: Tensor, rows: Tensor, tainted: Tensor) -> None:
-        """Add ``rows`` ``[n, D]`` at flat rows ``index`` ``[n]`` of ``[B * G * rows]``."""
+        """Add ``rows`` ``[n, D]`` at rows ``index`` ``[n]`` of the source flattened.
+
+        The index ``B * G * rows``, one past the last row, stands for no row.
+        """
         self._all_sums.index_add_(0, index, rows)
         self._all_taint.index_add_(0, index, tainted.to(self._all_taint.dtype))
 
     def result(self) -> Tensor:
         """The gradient in the source's dtype."""
-        self.sums.masked_fill_((self.taint > 0).unsqueeze(-1), torch.nan)
+        fill_where(self.sums, self.taint > 0, torch.nan)
         return self.sums.to(self.source.dtype)

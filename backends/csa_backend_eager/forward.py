@@ -8,6 +8,7 @@ from torch import Tensor
 from csa_dispatch.call import Call
 
 from .branch import Branch
+from .masking import fill_where
 from .products import add_rows_times_keys, add_scores_times_keys, empty_scores
 from .tiles import Tile, accumulate_dtype, tiles
 from .workspace import Workspace
@@ -98,7 +99,7 @@ class OnlineSoftmax:
         weighs = sees_a_key & (self.sink != torch.inf)
         values = self.values.div_(self.total.unsqueeze(-1))
         lse = self.total.log().add_(_finite_or_zero(self.peak))
-        values.masked_fill_(~weighs.unsqueeze(-1), 0)
+        fill_where(values, ~weighs, 0)
         return values, torch.where(weighs, lse, self.sink)
 
 

@@ -24,15 +24,24 @@ class GatheredBranch:
         self.source = call.sparse_kv
         self.call = call
         self.slots = Slots(call, bounds)
+        # A flat copy in the accumulation dtype, so that a gather is one pass; the row past the
+        # end is 0 and stands for unused slots.
+        total, head_dim = self.source.shape[:3].numel(), self.source.shape[3]
+        dtype = accumulate_dtype(self.source.dtype)
+        self.rows = self.source.new_empty(total + 1, head_dim, dtype=dtype)
+        self.rows[:total].view(self.source.shape).copy_(self.source)
+        self.rows[total:] = 0
 
     def segments(self, tile: Tile) -> Iterator[Segment]:
+        head_dim = self.source.shape[3]
         step = segment_keys(tile, self.call, own_keys=True)
         for first in range(0, self.slots.count, step):
             row, used = self.slots.rows(tile, slice(first, first + step))
-            keys = self._gather(tile, row)
-            keys.masked_fill_(~used[:, None, :, :, None], 0)
+            place = self._places(tile, row, used)
+            keys = self.workspace.empty("keys", (place.numel(), head_dim), self.rows.dtype)
+            torch.index_select(self.rows, 0, place.flatten(), out=keys)
             bias = keys.new_zeros(used.shape).masked_fill_(~used, -torch.inf)
-            yield Segment(keys, bias[:, None, :, None], torch.where(used, row, -1))
+            yield Segment(keys.view(*place.shape, head_dim), bias[:, None, :, None], place)
 
     def sees_a_key(self, tile: Tile) -> Tensor:
         return self.slots.any_used(tile)
@@ -41,33 +50,15 @@ class GatheredBranch:
         self, gradient: KVGradient, tile: Tile, segment: Segment, rows: Tensor, tainted: Tensor
     ) -> None:
         assert isinstance(segment.place, Tensor)
-        row = segment.place[:, None]
-        flat = torch.where(row < 0, gradient.unused_row, row + self._bases(tile))
-        gradient.add_at(flat.flatten(), rows.flatten(0, 3), tainted.flatten())
+        gradient.add_at(segment.place.flatten(), rows.flatten(0, 3), tainted.flatten())
 
-    def _bases(self, tile: Tile) -> Tensor:
-        """Flat row of each (batch, KV head)'s pool row 0: ``[batches, G, 1, 1]``."""
+    def _places(self, tile: Tile, row: Tensor, used: Tensor) -> Tensor:
+        """Slots ``[batches, n, K]`` as rows of the flattened pool, ``[batches, G, n, K]``."""
         kv_heads, length = self.source.shape[1:3]
         first = tile.first_batch * kv_heads
         base = torch.arange(first, first + tile.batches * kv_heads, device=self.source.device)
-        return (base * length).view(-1, kv_heads, 1, 1)
-
-    def _gather(self, tile: Tile, row: Tensor) -> Tensor:
-        """Pool rows ``row`` ``[batches, n, K]`` in the accumulation dtype, with G and D."""
-        kv_heads, _, head_dim = self.source.shape[1:]
-        dtype = accumulate_dtype(self.source.dtype)
-        shape = (tile.batches, kv_heads, *row.shape[1:], head_dim)
-        if self.source.is_contiguous():  # three times as fast as indexing three dimensions
-            flat = (row[:, None] + self._bases(tile)).flatten()
-            rows = self.workspace.empty("gathered", (flat.shape[0], head_dim), self.source.dtype)
-            torch.index_select(self.source.view(-1, head_dim), 0, flat, out=rows)
-            rows = rows.view(shape)
-        else:
-            device = row.device
-            batch = torch.arange(tile.first_batch, tile.first_batch + tile.batches, device=device)
-            kv_head = torch.arange(kv_heads, device=device)
-            rows = self.source[batch.view(-1, 1, 1, 1), kv_head.view(-1, 1, 1), row[:, None]]
-        return rows if rows.dtype == dtype else self.workspace.copy("keys", rows, dtype)
+        base = (base * length).view(tile.batches, kv_heads, 1, 1)
+        return torch.where(used[:, None], row[:, None] + base, self.rows.shape[0] - 1)
 
 
 class Slots:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from csa_dispatch.call import Call, TokenBounds
 
-from .branch import KVGradient, Segment, shared_bias, take_out_nonfinite
+from .branch import KVGradient, Segment
+from .masking import shared_bias, take_out_nonfinite
 from .tiles import Tile, accumulate_dtype, segment_keys
 from .workspace import Workspace
 
