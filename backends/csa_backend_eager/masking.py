@@ -32,8 +32,6 @@ def take_out_nonfinite(keys: Tensor) -> Tensor:
 def shared_bias(
     seen: Tensor, finite: Tensor, log_count: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    seen: Tensor, finite: Tensor, log_count: Tensor | None, dtype: torch.dtype
-) -> Tensor:
     """Bias of keys shared within a block.
 
     Args:
