@@ -25,8 +25,9 @@ ANYTHING = Capabilities()
 
 @dataclass(frozen=True)
 class CaseWork:
-    """One case in one layout, whose oracle result all its cells share."""
+    """One case in one layout, whose reference all its cells share."""
 
+    group: Group
     case: Case
     layout: str
     cells: tuple[Cell, ...]
@@ -134,7 +135,7 @@ def _group_works(matrix: Matrix, position: int, selection: Selection) -> Iterato
             continue
         layout = _layout(group.layouts, number, case)
         cells = (Cell("case", group.name, case.name, layout, entry) for entry in entries)
-        yield CaseWork(case, layout, tuple(cells))
+        yield CaseWork(group, case, layout, tuple(cells))
 
 
 def _cases(group: Group, names: Sequence[str], selection: Selection) -> list[Case]:

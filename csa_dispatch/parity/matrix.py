@@ -25,6 +25,8 @@ so for what each backend's Capabilities claim; ``list`` takes each table of ``ca
 each claim.
 ``crossed = true`` pairs each backend's forward with every other one's backward instead of its
 own.
+``reference = "chunked"`` compares with the vectorised float64 reference, for calls too large for
+the oracle, which vouches for it on ``sample_rows`` query rows of each.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ else:
 
 SOURCES = ("axes", "claims", "list", "field", "boundaries")
 DEVICES = ("cpu", "cuda")
+REFERENCES = ("oracle", "chunked")
 
 _WORDS: dict[str, tuple[str, ...]] = {
     "dtype": ("float64", "float32", "bfloat16", "float16"),
@@ -96,6 +99,8 @@ class Group:
     axes: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     cases: tuple[Case, ...] = ()
     dtypes: tuple[str, ...] = DTYPES
+    reference: str = "oracle"
+    sample_rows: int = 16
 
 
 @dataclass(frozen=True)
@@ -218,6 +223,8 @@ def _group(table: TomlTable) -> Group:
         axes={name: _axis(axes, name, values) for name, values in axes.data.items()},
         cases=_cases(table),
         dtypes=_dtypes(table),
+        reference=table.word("reference", REFERENCES, "oracle"),
+        sample_rows=table.count("sample_rows", 16),
     )
 
 

@@ -25,7 +25,7 @@ def junit_text(run: ParityRun) -> str:
         for report in reports:
             _test_case(suite, report)
     if run.faults:
-        suite = _suite(root, "required", len(run.faults), 0.0)
+        suite = _suite(root, "run", len(run.faults), 0.0)
         suite.set("failures", str(len(run.faults)))
         for fault in run.faults:
             case = ElementTree.SubElement(suite, "testcase", name=_clean(fault))

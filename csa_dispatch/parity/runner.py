@@ -16,6 +16,7 @@ from .environment import environment
 from .execute import refused, run_boundary, run_case, run_field_case
 from .expand import BoundaryWork, CaseWork, FieldWork, Selection, Work, expand
 from .matrix import Matrix
+from .reference import chunked_reference
 from .results import CellReport, ParityRun, Status
 
 Listener = Callable[[CellReport, int, int], None]
@@ -53,11 +54,15 @@ def run_matrix(
         raise ValueError(f"{matrix.path}: no cell to run on {selection.device} (filter {text!r})")
     needed = frozenset(required)
     reports: list[CellReport] = []
-    for work in works:
-        for report in _run(work, selection):
-            reports.append(report.required(needed))
-            if listener is not None:
-                listener(reports[-1], len(reports), total)
+    faults: list[str] = []
+    for report in _reports(works, selection):
+        reports.append(report.required(needed))
+        if listener is not None:
+            listener(reports[-1], len(reports), total)
+        if report.status is Status.FAIL and (error := _device_lost(selection.device)):
+            left = total - len(reports)
+            faults.append(f"{error} in {report.cell.id}: the other {left} cells did not run")
+            break
     return ParityRun(
         matrix=matrix.name,
         path=matrix.path,
@@ -68,7 +73,7 @@ def run_matrix(
         reports=tuple(reports),
         groups={group.name: group.summary for group in matrix.groups},
         notes=tuple(notes),
-        faults=tuple(_untested(reports, required)),
+        faults=(*faults, *_untested(reports, required)),
         environment=environment(selection.device, selection.backends),
         seconds=time.perf_counter() - started,
     )
@@ -107,6 +112,25 @@ def _untested(reports: Sequence[CellReport], required: Sequence[str]) -> Iterato
             yield f"{name} is required, but no cell of this run exercised it"
 
 
+def _device_lost(device: str) -> str:
+    """What a kernel did to the process, when nothing can run on the device any more; else empty.
+
+    After an illegal access every CUDA call of the process fails, whichever backend makes it.
+    """
+    if device != "cuda":
+        return ""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[0]
+    return ""
+
+
+def _reports(works: Sequence[Work], selection: Selection) -> Iterator[CellReport]:
+    for work in works:
+        yield from _run(work, selection)
+
+
 def _run(work: Work, selection: Selection) -> Iterator[CellReport]:
     if isinstance(work, BoundaryWork):
         for cell in work.cells:
@@ -138,6 +162,8 @@ def _run_case(work: CaseWork, selection: Selection) -> Iterator[CellReport]:
 def _reference(work: CaseWork, device: str) -> Reference | Exception:
     """The case's data and targets, or what went wrong, which fails its cells but no others."""
     try:
+        if work.group.reference == "chunked":
+            return chunked_reference(work.case, device, work.group.sample_rows)
         return reference_for(work.case, device)
     except Exception as error:
         return error

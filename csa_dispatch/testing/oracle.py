@@ -9,7 +9,7 @@ visible is ever read: whatever it holds cannot reach a result.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import torch
@@ -102,8 +102,11 @@ def _document_of(token: int, offsets: list[int]) -> int | None:
     return None
 
 
-def oracle_rows(call: Call) -> Iterator[Row]:
-    """Every query row that sees at least one key, with its softmax worked out in float64."""
+def oracle_rows(call: Call, tokens: Collection[int] | None = None) -> Iterator[Row]:
+    """Every query row that sees at least one key, with its softmax worked out in float64.
+
+    ``tokens`` leaves out all rows but these, of every batch entry.
+    """
     groups = call.local_kv.shape[1]
     heads, head_dim = call.query.shape[1], call.query.shape[3]
     shape = (groups, heads // groups)
@@ -113,6 +116,8 @@ def oracle_rows(call: Call) -> Iterator[Row]:
     for b, rows in enumerate(visible_rows(call)):
         for t, visible in enumerate(rows):
             if not visible.local and not visible.pool:
+                continue
+            if tokens is not None and t not in tokens:
                 continue
             keys = _take(call.local_kv, b, visible.local)
             if call.sparse_kv is not None:
@@ -144,8 +149,8 @@ def _softmax_with_sink(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Ten
     return torch.exp(scores - lse[..., None]), lse
 
 
-def oracle_forward(call: Call) -> tuple[Tensor, Tensor]:
-    """Output and lse by definition.
+def oracle_forward(call: Call, tokens: Collection[int] | None = None) -> tuple[Tensor, Tensor]:
+    """Output and lse by definition; with ``tokens`` only those query rows are worked out.
 
     Returns:
         output: float64 ``[B, H, T, D]``; 0 in rows that see no key.
@@ -156,13 +161,15 @@ def oracle_forward(call: Call) -> tuple[Tensor, Tensor]:
     lse = torch.full(call.query.shape[:3], -math.inf, dtype=torch.float64).to(output.device)
     if call.attention_sink is not None:
         lse[:] = call.attention_sink.detach().double()[None, :, None]
-    for row in oracle_rows(call):
+    for row in oracle_rows(call, tokens):
         output[row.batch, :, row.token] = row.output.flatten(0, 1)
         lse[row.batch, :, row.token] = row.lse.flatten()
     return output, lse
 
 
-def oracle_gradients(call: Call, grad_output: Tensor) -> Gradients:
+def oracle_gradients(
+    call: Call, grad_output: Tensor, tokens: Collection[int] | None = None
+) -> Gradients:
     """Gradients of ``sum(output * grad_output)`` by the softmax's own derivative.
 
     With ``p_j = exp(z_j - lse)``, ``dp_j = <grad_output, value_j>`` and
@@ -174,7 +181,8 @@ def oracle_gradients(call: Call, grad_output: Tensor) -> Gradients:
         dsink  = -exp(sink - lse) * delta
 
     summed over heads, rows and repeated slots. Rows that see no key, and heads whose sink is
-    +inf, add nothing whatever ``grad_output`` holds there.
+    +inf, add nothing whatever ``grad_output`` holds there. With ``tokens`` only those query rows
+    add anything.
 
     Returns:
         Gradients as float64, each in its input's shape; None where the call has no such input.
@@ -190,7 +198,7 @@ def oracle_gradients(call: Call, grad_output: Tensor) -> Gradients:
     grads = Gradients(zeros(call.query), zeros(call.local_kv), zeros(call.sparse_kv), zeros(sink))
     assert grads.query is not None
     assert grads.local_kv is not None
-    for row in oracle_rows(call):
+    for row in oracle_rows(call, tokens):
         grad = grad_output.detach()[row.batch, :, row.token].double().reshape(row.output.shape)
         alive = row.lse != math.inf
         grad = torch.where(alive[..., None], grad, 0.0)

@@ -12,12 +12,45 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from csa_dispatch.call import Call
+from csa_dispatch.call import Call, Gradients
 
 from .budgets import Target, frobenius, largest
 from .magnitudes import Magnitudes, magnitudes
 from .oracle import oracle_forward, oracle_gradients, visible_rows
 from .plain import accumulation_dtype, plain_forward, plain_gradients
+
+
+class Unused(NamedTuple):
+    """Where the definition makes results exactly 0, broadcastable to them.
+
+    Attributes:
+        output: rows that see no key and heads whose sink is +inf, ``[B, H, T, 1]``; of the
+            query's gradient too.
+        local, pool: KV rows nobody sees, ``[B, 1, T, 1]`` and ``[B, 1, S, 1]``.
+        sink: heads ``[H]`` whose sink is infinite.
+    """
+
+    output: Tensor
+    local: Tensor
+    pool: Tensor
+    sink: Tensor
+
+
+class Exact(NamedTuple):
+    """A call's results in float64, however they were come by; ``targets_from`` budgets them.
+
+    Attributes:
+        output, lse: as ``oracle_forward``.
+        gradients: as ``oracle_gradients``; None when the call asks for none.
+        sizes: as ``magnitudes``.
+        unused: where results are exactly 0.
+    """
+
+    output: Tensor
+    lse: Tensor
+    gradients: Gradients | None
+    sizes: Magnitudes
+    unused: Unused
 
 
 def targets(call: Call, grad_output: Tensor, *, gradients: bool = True) -> dict[str, Target]:
@@ -28,19 +61,34 @@ def targets(call: Call, grad_output: Tensor, *, gradients: bool = True) -> dict[
         grad_output: ``[B, H, T, D]`` upstream gradient.
         gradients: False leaves the gradients out.
     """
+    exact = oracle_gradients(call, grad_output) if gradients else None
     sizes = magnitudes(call, grad_output)
-    unused = _unused(call)
-    output, lse = oracle_forward(call)
+    return targets_from(
+        call, grad_output, Exact(*oracle_forward(call), exact, sizes, unused_parts(call))
+    )
+
+
+def targets_from(call: Call, grad_output: Tensor, exact: Exact) -> dict[str, Target]:
+    """Targets and budgets around results that are already known in float64."""
+    sizes, unused = exact.sizes, exact.unused
     plain_output, plain_lse = plain_forward(call)
     found = {
         "output": _target(
-            call, sizes, "output", "query", output, plain_output, unused.output, sizes.output, 0
+            call,
+            sizes,
+            "output",
+            "query",
+            exact.output,
+            plain_output,
+            unused.output,
+            sizes.output,
+            0,
         ),
-        "lse": _lse_target(call, sizes, lse, plain_lse),
+        "lse": _lse_target(call, sizes, exact.lse, plain_lse),
     }
-    if not gradients:
+    if exact.gradients is None:
         return found
-    exact, plain = oracle_gradients(call, grad_output), plain_gradients(call, grad_output)
+    plain = plain_gradients(call, grad_output)
     batch, heads, tokens, _ = call.query.shape
     shared = heads // call.local_kv.shape[1]
     window = min(call.sliding_window_size, tokens)
@@ -51,7 +99,7 @@ def targets(call: Call, grad_output: Tensor, *, gradients: bool = True) -> dict[
         ("dsink", "attention_sink", unused.sink, batch * tokens),
     )
     for name, field, zero, hits in table:
-        value, yardstick = getattr(exact, field), getattr(plain, field)
+        value, yardstick = getattr(exact.gradients, field), getattr(plain, field)
         if value is not None:
             size = getattr(sizes, field)
             found[name] = _target(call, sizes, name, field, value, yardstick, zero, size, hits)
@@ -111,23 +159,8 @@ def _reduction(call: Call) -> int:
     return head_dim + keys
 
 
-class _Unused(NamedTuple):
-    """Where the definition makes results exactly 0, broadcastable to them.
-
-    Attributes:
-        output: rows that see no key and heads whose sink is +inf, ``[B, H, T, 1]``; of the
-            query's gradient too.
-        local, pool: KV rows nobody sees, ``[B, 1, T, 1]`` and ``[B, 1, S, 1]``.
-        sink: heads ``[H]`` whose sink is infinite.
-    """
-
-    output: Tensor
-    local: Tensor
-    pool: Tensor
-    sink: Tensor
-
-
-def _unused(call: Call) -> _Unused:
+def unused_parts(call: Call) -> Unused:
+    """Where results of ``call`` are exactly 0, by the oracle's own list of visible rows."""
     batch, heads, tokens, _ = call.query.shape
     pool = 0 if call.sparse_kv is None else call.sparse_kv.shape[2]
     empty = torch.ones(batch, tokens, dtype=torch.bool)
@@ -142,7 +175,7 @@ def _unused(call: Call) -> _Unused:
     sink = call.attention_sink
     logit = torch.zeros(heads, device=device) if sink is None else sink.detach()
     takes_all = (logit == math.inf)[None, :, None]
-    return _Unused(
+    return Unused(
         (empty.to(device)[:, None] | takes_all)[..., None],
         local.to(device)[:, None, :, None],
         sparse.to(device)[:, None, :, None],

@@ -43,6 +43,7 @@ def matrix(*groups: dict, **top: object) -> dict:
         (matrix({**GROUP, "axes": {"needs_grad": ["x"]}}), "group[0].axes.needs_grad", "qlps"),
         (matrix({**GROUP, "layouts": ["DSHB"]}), "group[0].layouts", "SBHD"),
         (matrix({**GROUP, "strength": 3}), "group[0].strength", "each pair"),
+        (matrix({**GROUP, "reference": "guess"}), "group[0].reference", "oracle, chunked"),
         (matrix({**GROUP, "crossed": 1}), "group[0].crossed", "true or false"),
         (matrix({**GROUP, "cases": [{}]}), "group[0].cases", "list"),
         (matrix({**GROUP, "dtypes": ["float32"]}), "group[0].dtypes", "field"),

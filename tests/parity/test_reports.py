@@ -119,7 +119,7 @@ def test_junit_parses_and_counts_what_ran(run: ParityRun):
     root = ElementTree.fromstring(junit_text(run))
     assert (root.tag, root.get("tests"), root.get("failures")) == ("testsuites", "6", "2")
     suites = {suite.get("name"): suite for suite in root}
-    assert list(suites) == ["eager", "eager+<b>evil</b>", "required"]
+    assert list(suites) == ["eager", "eager+<b>evil</b>", "run"]
     for suite in root:
         cases = suite.findall("testcase")
         assert suite.get("tests") == str(len(cases))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from csa_dispatch import (
     Call,
     Capabilities,
     Gradients,
+    Kind,
     OneOf,
     Reason,
     attention,
@@ -226,6 +228,47 @@ def test_the_oracle_is_worked_out_once_a_case(tiny: Matrix, monkeypatch, registe
     run = run_matrix(tiny, backends=["eager", name])
     assert len(run.reports) == 6
     assert len(made) == 3
+
+
+def test_a_group_may_be_judged_by_the_chunked_reference(tiny: Matrix, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise AssertionError("the oracle was asked for the whole case")
+
+    groups = (replace(tiny.groups[0], reference="chunked", sample_rows=2),)
+    monkeypatch.setattr(runner_module, "reference_for", refuse)
+    run = run_matrix(replace(tiny, groups=groups), backends=["eager"])
+    assert [report.status for report in run.reports] == [Status.PASS] * 3
+
+
+def test_a_case_whose_reference_fails_fails_alone(tiny: Matrix, monkeypatch):
+    real = runner_module.reference_for
+
+    def odd(case, device):
+        if case.kind is Kind.WINDOW:
+            raise MemoryError("too large")
+        return real(case, device)
+
+    monkeypatch.setattr(runner_module, "reference_for", odd)
+    run = run_matrix(tiny, backends=["eager"])
+    assert [report.status for report in run.reports] == [Status.PASS, Status.FAIL, Status.PASS]
+    assert run.failures[0].message == "no reference: MemoryError: too large"
+
+
+def test_a_lost_device_ends_the_run_and_is_blamed_on_the_cell_that_lost_it(
+    tiny: Matrix, register: Register, monkeypatch
+):
+    class Broken(PlainBackend):
+        def forward(self, call: Call):
+            raise RuntimeError("an illegal memory access was encountered")
+
+    name = register(Broken(Mutation("broken")))
+    monkeypatch.setattr(runner_module, "_device_lost", lambda device: "the context is lost")
+    run = run_matrix(tiny, backends=["eager", name])
+    assert [report.status for report in run.reports] == [Status.PASS, Status.FAIL]
+    assert run.exit_code == 1
+    assert run.faults == (
+        f"the context is lost in {run.failures[0].cell.id}: the other 4 cells did not run",
+    )
 
 
 def test_limits_leave_large_cells_out_and_say_so(monkeypatch):
