@@ -15,7 +15,7 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q
 # Triton's interpreter is chosen when triton is imported, so what interprets gets processes of
 # its own.
-INTERPRETED := tests/backends/triton tests/backends/hopper
+INTERPRETED := tests/backends/triton tests/backends/hopper tests/backends/fa4/interpreted
 OTHERS := $(addprefix --ignore ,$(INTERPRETED))
 
 .DEFAULT_GOAL := help

@@ -1,0 +1,98 @@
+"""The plug-in: what FA4's sparse-MLA kernels support, and the way to them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from csa_dispatch import (
+    FALSE,
+    Availability,
+    Backend,
+    Between,
+    Call,
+    CallSpec,
+    Capabilities,
+    Gradients,
+    OneOf,
+)
+
+from .entry_points import availability
+from .slots import dense_slots_bounded, padded, spec_slots
+
+FORWARD = Capabilities(
+    dtype=OneOf(("bfloat16", "float16"), others=("float32", "float64")),
+    device_type=OneOf(("cuda",), others=("cpu", "meta")),
+    capability=OneOf((100, 103), others=(90, 120)),
+    heads=Between(1, 128),
+    kv_heads=OneOf((1,), others=(2,)),
+    head_dim=OneOf((512,), others=(128, 256, 576)),
+    predicates=(dense_slots_bounded,),
+    remedies=(
+        ("dtype", "cast to bfloat16, or use triton or eager"),
+        ("capability", "use triton"),
+        ("heads", "split the heads, or use triton"),
+        ("kv_heads", "use triton or eager"),
+        ("head_dim", "use triton"),
+    ),
+)
+# FA4 adds KV gradients by atomics; it takes deterministic=True and ignores it.
+BACKWARD = dataclasses.replace(
+    FORWARD,
+    deterministic=FALSE,
+    remedies=(*FORWARD.remedies, ("deterministic", "force triton or eager as backward_backend")),
+)
+
+
+class FA4Backend(Backend):
+    """flash-attn-4's forward and backward for one KV head of 512 on SM100 and SM103.
+
+    Args:
+        recompute_p: see ``backward.Options``.
+        scratch_bytes: see ``backward.Options``.
+    """
+
+    name = "fa4"
+    summary = "FlashAttention-4's CuTe sparse-MLA kernels"
+    forward_capabilities = FORWARD
+    backward_capabilities = BACKWARD
+    evidence = "lowered"
+
+    def __init__(self, *, recompute_p: bool = True, scratch_bytes: int | None = None) -> None:
+        if scratch_bytes is not None and scratch_bytes <= 0:
+            raise ValueError(f"scratch_bytes is {scratch_bytes}; it must be positive or None.")
+        self.recompute_p = recompute_p
+        self.scratch_bytes = scratch_bytes
+
+    def probe(self) -> Availability:
+        return availability()
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        from .forward import forward
+
+        return forward(call)
+
+    def backward(
+        self,
+        call: Call,
+        output: Tensor,
+        lse: Tensor,
+        grad_output: Tensor,
+        needs: tuple[bool, bool, bool, bool],
+    ) -> Gradients:
+        from .backward import Options, backward
+
+        options = Options(self.recompute_p, self.scratch_bytes)
+        return backward(call, output, lse, grad_output, needs, options)
+
+    def notes(self, spec: CallSpec) -> tuple[str, ...]:
+        width = padded(spec_slots(spec))
+        found = [f"writes a table of {width} int32 slots a token, forward and backward"]
+        if spec.pool and spec.window:
+            found.append(f"copies the KV into one table of {spec.tokens + spec.pool} rows")
+        if spec.strides != "aligned":
+            found.append("copies query or KV whose rows are not on 16 bytes")
+        if spec.differentiable and (spec.window == 0 or spec.documents == "cu_seqlens"):
+            found.append("copies the upstream gradient: rows without keys are zeroed in it")
+        return tuple(found)
