@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,53 +42,52 @@ def introduction(config: TrainConfig, corpus: Corpus) -> RenderableType:
     )
 
 
-@contextmanager
-def training(console: Console, config: TrainConfig) -> Iterator[Progress]:
-    """A progress bar with the losses; a line for every held-out measurement."""
-    bar = Bar(
-        TextColumn("train"),
+def _bar(console: Console, name: str) -> Bar:
+    """A progress bar that leaves nothing behind; a task's description stands after the count."""
+    return Bar(
+        TextColumn(name),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[losses]}"),
+        TextColumn("{task.description}"),
         TimeElapsedColumn(),
         console=console,
         transient=True,
     )
+
+
+@contextmanager
+def training(console: Console, config: TrainConfig) -> Iterator[Progress]:
+    """A progress bar with the losses; a line for every held-out measurement."""
     smooth, held_out = 0.0, float("nan")
-    with bar:
-        task = bar.add_task("", total=config.steps, losses="")
+    with _bar(console, "train") as bar:
+        task = bar.add_task("", total=config.steps)
 
         def step(found: StepLoss) -> None:
             nonlocal smooth
             smooth = found.loss if found.step == 1 else 0.9 * smooth + 0.1 * found.loss
             losses = f"loss {smooth:.2f}  held-out {held_out:.2f} bits/byte"
-            bar.update(task, completed=found.step, losses=losses)
+            bar.update(task, completed=found.step, description=losses)
 
         def measure(found: HeldOutLoss) -> None:
             nonlocal held_out
             held_out = found.loss
-            length = round(held_out * 4)
             line = f"step {found.step:>4}  held-out {held_out:.3f} bits/byte  "
-            console.print(Text(line) + Text("▪" * length, style="blue"), highlight=False)
+            console.print(Text(line) + Text("▪" * round(held_out * 4), style="blue"))
 
         yield Progress(step, measure)
 
 
 @contextmanager
-def replaying(console: Console, total: int) -> Iterator[Bar]:
-    """A progress bar over the replay's cells; yields it with its one task."""
-    bar = Bar(
-        TextColumn("replay"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}", style="dim"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
-    with bar:
-        bar.add_task("", total=total)
-        yield bar
+def replaying(console: Console, total: int) -> Iterator[Callable[[Cell], None]]:
+    """A progress bar over the replay's cells; yields what to call after each."""
+    with _bar(console, "replay") as bar:
+        task = bar.add_task("", total=total)
+
+        def show(cell: Cell) -> None:
+            text = f"layer {cell.layer} {cell.label}, {cell.where}, {cell.dtype}"
+            bar.update(task, advance=1, description=text)
+
+        yield show
 
 
 def render(results: DemoResults) -> RenderableType:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -221,20 +221,24 @@ class AttentionLayer(nn.Module):
         return self.out(output.transpose(1, 2).flatten(2)), loss
 
 
-def attend(
-    call: Call, *, backend: str | None = None, backward_backend: str | None = None
-) -> tuple[Tensor, Tensor]:
+def attend(call: Call, *, backend: str | None = None) -> tuple[Tensor, Tensor]:
     """``attention()`` with a Call's tensors and scalars: output and lse."""
-    return attention(
+    tensors, scalars = arguments_of(call)
+    return attention(*tensors, **scalars, return_lse=True, backend=backend)
+
+
+def arguments_of(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, by position and by name, that make ``attention()`` see this call."""
+    tensors = (
         call.query,
         call.local_kv,
         call.sparse_kv,
         call.kv_indices,
         call.attention_sink,
-        sliding_window_size=call.sliding_window_size,
-        compress_ratio=call.compress_ratio,
-        scale=call.scale,
-        return_lse=True,
-        backend=backend,
-        backward_backend=backward_backend,
     )
+    scalars = {
+        "sliding_window_size": call.sliding_window_size,
+        "compress_ratio": call.compress_ratio,
+        "scale": call.scale,
+    }
+    return tensors, scalars

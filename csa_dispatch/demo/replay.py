@@ -22,7 +22,7 @@ from csa_dispatch.testing import TensorVerdict, gradient_tensors, judge, targets
 from csa_dispatch.testing.budgets import Target
 
 from .capture import CapturedLayer, first_tokens, in_dtype, on_device
-from .layers import attend
+from .layers import arguments_of, attend
 
 DTYPES = (torch.float32, torch.bfloat16)
 """What the layers trained in, and what the same layers would run in at scale."""
@@ -220,17 +220,8 @@ def _run(call: Call, grad_output: Tensor, name: str) -> dict[str, Tensor]:
 
 
 def _decision(call: Call, backend: str | None) -> Decision:
-    return explain(
-        call.query,
-        call.local_kv,
-        call.sparse_kv,
-        call.kv_indices,
-        call.attention_sink,
-        sliding_window_size=call.sliding_window_size,
-        compress_ratio=call.compress_ratio,
-        scale=call.scale,
-        backend=backend,
-    )
+    tensors, scalars = arguments_of(call)
+    return explain(*tensors, **scalars, backend=backend)
 
 
 def _wait(device: str) -> None:

@@ -13,6 +13,7 @@ from .corpus import Corpus
 from .mass import AttentionMass
 from .model import parameter_count
 from .replay import Cell, Explained
+from .sample import Sample
 from .train import History, TrainConfig
 
 
@@ -32,6 +33,7 @@ class DemoResults(NamedTuple):
     explained: list[Explained]
     cells: list[Cell]
     masses: list[AttentionMass]
+    sample: Sample
     environment: dict[str, object]
 
     @property
@@ -135,6 +137,10 @@ class DemoResults(NamedTuple):
             "attention_mass": [
                 {**mass._asdict(), "sink_by_head": list(mass.sink_by_head)} for mass in self.masses
             ],
+            "sample": {
+                **self.sample._asdict(),
+                "letters": [tuple(x) for x in self.sample.letters],
+            },
             "environment": self.environment,
         }
 

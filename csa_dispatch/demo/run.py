@@ -14,8 +14,9 @@ from . import console as screen
 from .capture import capture
 from .corpus import load_corpus
 from .mass import attention_mass
-from .replay import Cell, cell_count, explain_layers, replay
+from .replay import cell_count, explain_layers, replay
 from .results import DemoResults
+from .sample import read_sample
 from .train import TrainConfig, train
 
 REPLAYED_SPANS = 1
@@ -42,15 +43,7 @@ def run_demo(config: TrainConfig, console: Console) -> DemoResults:
     spans = trained.held_out
     layers = capture(trained.model, spans[:REPLAYED_SPANS])
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-    with screen.replaying(console, cell_count(layers, devices)) as bar:
-
-        def show(cell: Cell) -> None:
-            bar.update(
-                bar.task_ids[0],
-                advance=1,
-                description=f"layer {cell.layer} {cell.label} {cell.backend} {cell.dtype}",
-            )
-
+    with screen.replaying(console, cell_count(layers, devices)) as show:
         cells = replay(layers, devices, on_cell=show)
     return DemoResults(
         config=config,
@@ -61,5 +54,6 @@ def run_demo(config: TrainConfig, console: Console) -> DemoResults:
         explained=explain_layers(layers, config.device),
         cells=cells,
         masses=[attention_mass(item) for item in capture(trained.model, spans[:MEASURED_SPANS])],
+        sample=read_sample(trained.model, spans[0], layers),
         environment=environment(config.device, list(backends())),
     )

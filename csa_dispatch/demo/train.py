@@ -33,12 +33,12 @@ class TrainConfig:
         device: ``"cpu"`` or ``"cuda"``.
     """
 
-    steps: int = 300
+    steps: int = 200
     batch: int = 8
     tokens: int = 256
     held_out_spans: int = 32
     evaluations: int = 10
-    learning_rate: float = 4e-3
+    learning_rate: float = 6e-3
     weight_decay: float = 0.05
     warm_up: int = 20
     clip: float = 1.0

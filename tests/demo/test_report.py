@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -17,9 +18,11 @@ from csa_dispatch import reload_settings
 from csa_dispatch.cli import app
 from csa_dispatch.demo.console import render
 from csa_dispatch.demo.mass import attention_mass
+from csa_dispatch.demo.model import bits_per_byte
 from csa_dispatch.demo.replay import explain_layers, replay
 from csa_dispatch.demo.report import html_text, write_report
 from csa_dispatch.demo.results import DemoResults
+from csa_dispatch.demo.sample import read_sample
 from csa_dispatch.demo.train import TrainConfig
 from csa_dispatch.parity.environment import environment
 
@@ -37,6 +40,7 @@ def results(trained, brief, corpus, layers):
         explained=explain_layers(layers, "cpu"),
         cells=replay(layers, ["cpu"]),
         masses=[attention_mass(layer) for layer in layers],
+        sample=read_sample(trained.model, trained.held_out[0], layers),
         environment=environment("cpu", ["eager"]),
     )
 
@@ -150,3 +154,27 @@ def test_a_forced_backend_that_cannot_run_is_one_message_and_no_traceback(
 
 def test_an_unknown_device_is_a_usage_error(run_command):
     assert run_command("--device", "abacus").exit_code == 2
+
+
+def test_the_sample_is_the_held_out_text_with_its_cost(results, trained):
+    span = trained.held_out[0]
+    letters = results.sample.letters
+    plain = "".join(letter.shown for letter in letters)
+    expected = bytes(span.tolist()).decode("latin-1").replace("\n", "↵\n").replace("\t", "→   ")
+    assert [a for a, b in zip(plain, expected, strict=True) if a != b and a != "·"] == []
+    costs = [letter.bits for letter in letters[1:]]
+    with torch.no_grad():
+        loss = bits_per_byte(trained.model(span[None, :-1])[0], span[None, 1:])
+    assert sum(costs) / len(costs) == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_the_sample_marks_what_the_last_query_sees(results, layers):
+    marks = [letter.seen for letter in results.sample.letters]
+    assert results.sample.layer == "2 CSA"
+    tokens = len(marks) - 1
+    assert marks[tokens - 4 : tokens] == ["window"] * 4
+    assert marks[tokens] == ""  # only predicted
+    picks = sorted(layers[1].call.kv_indices[0, -1].tolist())
+    covered = {token for pick in picks for token in range(pick * 4, pick * 4 + 4)}
+    picked = {token for token, mark in enumerate(marks) if mark == "picked"}
+    assert picked == covered - set(range(tokens - 4, tokens))
