@@ -6,6 +6,7 @@ import typer
 
 from .backends import backends
 from .bench import bench
+from .conformance import conformance
 from .demo import demo
 from .doctor import doctor
 from .explain import explain
@@ -18,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (backends, explain, parity, bench, demo, doctor):
+for command in (backends, explain, parity, conformance, bench, demo, doctor):
     app.command(command.__name__)(command)
 
 

@@ -1,4 +1,4 @@
-"""What trust rests on: the float64 oracle, error budgets, generated cases and mutants."""
+"""What trust rests on: oracle, error budgets, generated cases, mutants, the conformance kit."""
 
 from .budgets import Target, TensorVerdict, gradient_tensors, judge
 from .cases import Case, Inputs, build, to_call
@@ -13,6 +13,8 @@ from .check import (
     check_case,
     reference_for,
 )
+from .conformance import check_backend
+from .conformance_report import CheckResult, ConformanceError, ConformanceReport
 from .covering import Boundary, boundaries_for, cases_for
 from .field_case import FieldCase, check_field_case
 from .field_cases import field_cases
@@ -26,6 +28,9 @@ __all__ = [
     "Boundary",
     "Case",
     "CellResult",
+    "CheckResult",
+    "ConformanceError",
+    "ConformanceReport",
     "FieldCase",
     "Inputs",
     "Mutation",
@@ -41,6 +46,7 @@ __all__ = [
     "boundaries_for",
     "build",
     "cases_for",
+    "check_backend",
     "check_case",
     "check_field_case",
     "field_cases",

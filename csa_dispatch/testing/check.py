@@ -100,7 +100,7 @@ def check_case(
         return CellResult(case.name, "fail", (), f"{type(error).__name__}: {error}")
     verdicts = tuple(judge_outcome(reference, outcome))
     messages = [f"{item.name}: {item.message}" for item in verdicts if not item.passed]
-    messages += surface_faults(reference, outcome)
+    messages += gradient_faults(reference, outcome) + layout_faults(reference, outcome)
     if not identical(outcome, again):
         messages.append("two deterministic runs differ")
     return CellResult(case.name, "fail" if messages else "pass", verdicts, "; ".join(messages))
@@ -115,13 +115,19 @@ def judge_outcome(reference: Reference, outcome: Outcome) -> Iterator[TensorVerd
             yield judge(target, tensor)
 
 
-def surface_faults(reference: Reference, outcome: Outcome) -> list[str]:
-    """Gradients that are missing or superfluous, and results laid out otherwise than promised."""
-    faults = []
+def gradient_faults(reference: Reference, outcome: Outcome) -> list[str]:
+    """Gradients that are missing, and those that nobody asked for."""
     needs = reference.inputs.needs_grad
-    for name, wanted, gradient in zip(GRADIENT_INPUTS, needs, outcome.gradients, strict=True):
-        if wanted != (gradient is not None):
-            faults.append(f"gradient of {name} is {'missing' if wanted else 'not asked for'}")
+    return [
+        f"gradient of {name} is {'missing' if wanted else 'not asked for'}"
+        for name, wanted, gradient in zip(GRADIENT_INPUTS, needs, outcome.gradients, strict=True)
+        if wanted != (gradient is not None)
+    ]
+
+
+def layout_faults(reference: Reference, outcome: Outcome) -> list[str]:
+    """Results laid out otherwise than promised."""
+    faults = []
     promised = torch.empty_like(reference.inputs.query)
     if _steps(outcome.output) != _steps(promised):
         strides = f"{outcome.output.stride()}, promised {promised.stride()}"

@@ -57,6 +57,7 @@ class Mutation:
 class PlainBackend(Backend):
     """Plain eager PyTorch as a backend, with a fault built in unless ``mutation`` is None."""
 
+    summary = "plain eager PyTorch, for tests"
     forward_capabilities = Capabilities()
     backward_capabilities = Capabilities()
 

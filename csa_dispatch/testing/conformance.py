@@ -1,0 +1,101 @@
+"""The conformance kit: does a backend keep the plug-in contract?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from csa_dispatch.backend import Availability, Backend
+
+from .check import innermost
+from .conformance_checks import AVAILABILITY, CHECKS, Check
+from .conformance_kit import Kit, NotClaimed
+from .conformance_report import (
+    FAIL,
+    UNSUPPORTED,
+    CheckResult,
+    ConformanceReport,
+    Finding,
+    summarise,
+)
+
+LEVELS = ("quick", "full")
+CHECK_NAMES = tuple(check.name for check in CHECKS)
+
+
+def check_backend(
+    backend: Backend,
+    device: str | torch.device = "cpu",
+    level: str = "quick",
+    *,
+    checks: Sequence[str] | None = None,
+    listener: Callable[[CheckResult], None] | None = None,
+) -> ConformanceReport:
+    """Run everything that a backend's author needs to know, on calls that the backend claims.
+
+    Results are judged against the float64 oracle within error budgets. Nothing that a backend
+    does raises here; it becomes a failed check. A backend that claims no forward on the device
+    has its backward checked after eager PyTorch's forward.
+
+    Args:
+        backend: the plug-in object; it need not be registered.
+        device: where to run.
+        level: "quick" covers each claimed value with small calls, in seconds on a CPU. "full"
+            covers each pair of values at real head counts and sizes, in minutes.
+        checks: names of the checks to run besides availability; None for all.
+        listener: told of every check as it ends.
+
+    Raises:
+        TypeError: ``backend`` is not a ``Backend`` instance.
+        ValueError: an unknown level or check, or a device that is not here.
+    """
+    if not isinstance(backend, Backend):
+        raise TypeError(f"backend is a {type(backend).__name__}; it must be a Backend instance.")
+    if level not in LEVELS:
+        raise ValueError(f"level is {level!r}; it must be {' or '.join(LEVELS)}")
+    wanted = CHECK_NAMES if checks is None else tuple(checks)
+    unknown = [name for name in wanted if name not in CHECK_NAMES]
+    if unknown:
+        raise ValueError(f"checks {unknown} are unknown; known: {', '.join(CHECK_NAMES)}")
+    where = torch.device(device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch finds none here")
+    kit = Kit(backend, where, full=level == "full")
+    results: list[CheckResult] = []
+    here = True
+    for check in CHECKS:
+        if check.name not in (AVAILABILITY, *wanted):
+            continue
+        if here:
+            result = _run(check, kit)
+        else:
+            result = CheckResult(check.name, check.promise, UNSUPPORTED, "not available")
+        here = here and (check.name, result.status) != (AVAILABILITY, FAIL)
+        results.append(result)
+        if listener is not None:
+            listener(result)
+    return ConformanceReport(backend.name, _version(backend), where.type, level, tuple(results))
+
+
+def _run(check: Check, kit: Kit) -> CheckResult:
+    started = time.perf_counter()
+    findings: list[Finding] = []
+    try:
+        for finding in check.run(kit):
+            findings.append(finding)
+    except NotClaimed as absent:
+        return CheckResult(check.name, check.promise, UNSUPPORTED, str(absent))
+    except Exception as error:
+        message = f"{type(error).__name__}: {error} (at {innermost(error)})"
+        findings.append(Finding("the check", message))
+    return summarise(check.name, check.promise, findings, time.perf_counter() - started)
+
+
+def _version(backend: Backend) -> str:
+    try:
+        found = backend.probe()
+    except Exception:
+        return ""
+    return found.version if isinstance(found, Availability) else ""

@@ -1,0 +1,351 @@
+"""The checks of the conformance kit that are not about numbers alone; ``FAMILIES`` are those."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from csa_dispatch.call_spec import CallSpec
+from csa_dispatch.capabilities import Allowed, Capabilities
+from csa_dispatch.reasons import BackendRefused, Reason
+from csa_dispatch.receipts import record_receipts
+
+from .boundary import check_boundary
+from .cases import Case, Inputs, to_call
+from .check import (
+    Outcome,
+    Reference,
+    Run,
+    attention_run,
+    backend_run,
+    deterministic_algorithms,
+    identical,
+    judge_outcome,
+)
+from .conformance_cases import ALL, FAMILIES, MESSY, NONE, Family
+from .conformance_kit import Kit, NotClaimed, Observation, expanded_reference
+from .conformance_report import Finding
+from .covering import boundaries_for
+from .field_case import check_field_case
+from .field_cases import DTYPES as FIELD_DTYPES
+from .field_cases import field_cases
+from .guards import NanInNewMemory, guard_inputs
+from .mutants import PlainBackend
+
+AVAILABILITY = "availability"
+"""The check without which no later one makes sense."""
+RUNS = 10
+"""Runs that must be equal in every bit where determinism is claimed."""
+
+_DETERMINISTIC = {
+    "deterministic": (True,),
+    "content": ("duplicates",),
+    "slots": (9, 5),
+    "sink": ("float32", "none"),
+}
+_LAYOUTS = ("BHSD", "BSHD", "SBHD", "THD")
+_SLOW_FIELD_CASES = ("G16", "G18", "G30")
+"""Field cases that only the full level runs: many heads, many slots, gigabytes of addresses."""
+
+
+class Check(NamedTuple):
+    """One named check: ``run`` yields what it looked at, or raises ``NotClaimed``."""
+
+    name: str
+    promise: str
+    run: Callable[[Kit], Iterable[Finding]]
+
+
+def _availability(kit: Kit) -> Iterator[Finding]:
+    reason = kit.backend.probe().reason
+    yield Finding("probe", "" if reason is None else f"cannot run here: {reason}")
+    if reason is None:
+        try:
+            kit.cases({})
+            yield Finding("device")
+        except NotClaimed:
+            yield Finding("device", f"no call on {kit.device.type} is claimed")
+
+
+def _statement(kit: Kit) -> Iterator[Finding]:
+    backend = kit.backend
+    for field in ("name", "summary", "evidence"):
+        value = getattr(backend, field)
+        yield Finding(field, "" if value and isinstance(value, str) else f"is {value!r}")
+    sides = {"forward": backend.forward_capabilities, "backward": backend.backward_capabilities}
+    for side, capabilities in sides.items():
+        if capabilities is not None:
+            yield from _stated(side, capabilities)
+    for spec in (CallSpec(), CallSpec(device_type="cuda", capability=90, needs_grad=ALL)):
+        notes = backend.notes(spec)
+        right = isinstance(notes, tuple) and all(isinstance(note, str) for note in notes)
+        yield Finding("notes", "" if right else f"are {notes!r}, not a tuple of str")
+
+
+def _stated(side: str, capabilities: Capabilities) -> Iterator[Finding]:
+    """Whether a statement of capabilities says what it says about itself."""
+    for name, allowed in capabilities.bounds().items():
+        what = f"{side} {name}"
+        if not isinstance(allowed, Allowed):
+            yield Finding(what, f"is {allowed!r}, not a set of allowed values")
+            continue
+        claimed = [value for value in allowed.outside() if value in allowed]
+        missing = [value for value in allowed.inside() if value not in allowed]
+        faults = [f"allows {value!r}, which it calls outside" for value in claimed]
+        faults += [f"does not allow {value!r}, which it calls inside" for value in missing]
+        yield Finding(what, "; ".join(faults))
+        yield Finding(f"{what} in words", "" if allowed.describe() else "is empty")
+    named = {*capabilities.bounds()}
+    for predicate in capabilities.predicates:
+        documented = bool((predicate.__doc__ or "").strip())
+        yield Finding(f"{side} {predicate.__name__}", "" if documented else "has no docstring")
+        reason = predicate(CallSpec())
+        if reason is not None:
+            named.add(reason.field)
+            right = isinstance(reason, Reason) and all((reason.field, reason.required))
+            yield Finding(f"{side} {predicate.__name__}", "" if right else f"gives {reason!r}")
+    for field, _ in capabilities.remedies:
+        known = field in named or field in CallSpec._fields or capabilities.predicates
+        yield Finding(f"{side} remedy {field}", "" if known else "is for no bound")
+
+
+def _refusals(kit: Kit) -> Iterator[Finding]:
+    outside = {
+        (name, value): f"{name}={getattr(value, 'value', value)}"
+        for side in kit.sides
+        if side is not None
+        for name, allowed in side.bounds().items()
+        for value in allowed.outside()
+    }
+    if not outside:
+        raise NotClaimed("the claims name no value outside themselves")
+    with kit.registered():
+        for boundary in boundaries_for(
+            *kit.sides, device_type=kit.device.type, capability=kit.capability
+        ):
+            what = outside.pop((boundary.field, getattr(boundary.spec, boundary.field)), "")
+            message = check_boundary(boundary, kit.entry, kit.device).message
+            yield Finding(what or boundary.field, message)
+    for what in outside.values():
+        yield Finding(what, "no bound refuses it")
+
+
+def _family(family: Family) -> Callable[[Kit], Iterator[Finding]]:
+    def run(kit: Kit) -> Iterator[Finding]:
+        return kit.judged(kit.cases(family.axes, whole_claim=family.name == "claims"))
+
+    def strides(kit: Kit) -> Iterator[Finding]:
+        yield from run(kit)
+        for case in kit.cases({}):
+            reference = expanded_reference(case, kit.device)
+            if kit.claims_inputs(reference.inputs):
+                yield kit.run(f"{case.name}-all expanded", reference).judged()
+
+    return strides if family.name == "strides" else run
+
+
+def _observed(
+    aspect: Callable[[Observation], tuple[str, ...]], sentence: str
+) -> Callable[[Kit], Iterator[Finding]]:
+    """A check of one aspect of every guarded run, of earlier checks too."""
+
+    def run(kit: Kit) -> Iterator[Finding]:
+        for case in kit.cases(MESSY):
+            kit.observe(case)
+        for item in kit.observed:
+            found = aspect(item)
+            message = sentence.format("; ".join(found)) if found else ""
+            yield Finding(item.what, message or item.error)
+
+    return run
+
+
+def _judged_run(kit: Kit, case: Case, run: Run) -> Finding:
+    """Run a case on a copy of its inputs and judge what comes."""
+    reference = kit.reference(case)
+    inputs, _ = guard_inputs(reference.inputs)
+    try:
+        outcome = run(inputs)
+    except Exception as error:
+        return Finding(case.name, f"{type(error).__name__}: {error}")
+    return _verdict(case.name, reference, outcome)
+
+
+def _verdict(what: str, reference: Reference, outcome: Outcome) -> Finding:
+    return Observation(what, tuple(judge_outcome(reference, outcome))).judged()
+
+
+def _unwritten(kit: Kit) -> Iterator[Finding]:
+    def poisoned(inputs: Inputs) -> Outcome:
+        with NanInNewMemory():
+            return kit.plain_run(inputs)
+
+    for case in kit.cases(MESSY):
+        yield _judged_run(kit, case, poisoned)
+
+
+def _pairing(kit: Kit) -> Iterator[Finding]:
+    run = backend_run(PlainBackend(), kit.backend)
+    cases = [case for case in kit.cases(MESSY) if case.differentiable]
+    if not cases:
+        raise NotClaimed("the backend claims no backward")
+    for case in cases:
+        yield _judged_run(kit, case, run)
+
+
+def _determinism(kit: Kit) -> Iterator[Finding]:
+    try:
+        cases = kit.cases(_DETERMINISTIC)
+    except NotClaimed:
+        raise NotClaimed("the backend does not claim determinism") from None
+    for case in cases:
+        reference = kit.reference(case)
+        with deterministic_algorithms(True):
+            outcomes = [kit.plain_run(guard_inputs(reference.inputs)[0]) for _ in range(RUNS)]
+        other = sum(not identical(outcomes[0], outcome) for outcome in outcomes[1:])
+        message = f"{other} of {RUNS} runs differ from the first" if other else ""
+        yield Finding(case.name, message)
+        yield _verdict(case.name, reference, outcomes[0])
+
+
+def _attention(kit: Kit) -> Iterator[Finding]:
+    axes = {"needs_grad": (ALL, NONE, (False, True, False, False)), "sink": ("float32", "none")}
+    with kit.registered():
+        for case, layout in zip(kit.cases(axes), itertools.cycle(_LAYOUTS), strict=False):
+            layout = layout if case.batch == 1 else "BHSD"
+            run = attention_run(kit.entry.forward, kit.entry.backward, layout)
+            with record_receipts() as receipts:
+                yield _judged_run(kit, case, run)
+            wanted = [("forward", kit.entry.forward)]
+            if case.differentiable:
+                wanted.append(("backward", kit.entry.backward))
+            found = [(receipt.direction, receipt.backend) for receipt in receipts]
+            message = "" if found == wanted else f"are {found}, must be {wanted}"
+            yield Finding(f"receipts of {case.name}", message)
+
+
+def _operators(kit: Kit) -> Iterator[Finding]:
+    traced = [
+        case
+        for case in kit.cases({"documents": ("none", "cu_seqlens", "doc_ids")})
+        if kit.claims(case.spec(kit.device.type, kit.capability)._replace(tracing=True))
+    ]
+    if not traced:
+        raise NotClaimed("the backend does not claim traced calls")
+    with kit.registered():
+        for case in {case.kind: case for case in traced}.values():
+            yield Finding(case.name, _opcheck(kit, case))
+
+
+def _opcheck(kit: Kit, case: Case) -> str:
+    """What ``torch.library.opcheck`` finds wrong with the operators run by the backend."""
+    inputs, _ = guard_inputs(kit.reference(case).inputs)
+    detached = to_call(inputs)
+    leaves = {name: getattr(inputs, name) for name in detached._fields[:8]}
+    rest = ([*case.needs_grad], *kit.entry)
+    operators = torch.ops.csa_dispatch
+    tests = ("test_schema", "test_faketensor")
+    forward = (*tests, "test_autograd_registration", *["test_aot_dispatch_dynamic"] * kit.full)
+    try:
+        torch.library.opcheck(
+            operators.attention.default,
+            (*detached._replace(**leaves), *rest, False),
+            test_utils=forward,
+        )
+        if case.differentiable:
+            output, lse = kit.forward.forward(detached)
+            torch.library.opcheck(
+                operators.attention_backward.default,
+                (inputs.grad_output, output, lse, *detached, *rest),
+                test_utils=tests,
+            )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _sync(kit: Kit) -> Iterator[Finding]:
+    if kit.device.type != "cuda":
+        raise NotClaimed("a matter of CUDA devices")
+    for case in kit.cases({"documents": ("none", "cu_seqlens", "doc_ids")}):
+        inputs, _ = guard_inputs(kit.reference(case).inputs)
+        try:
+            kit.plain_run(inputs)  # compiles what it compiles
+            torch.cuda.synchronize(kit.device)
+            with _no_sync():
+                kit.plain_run(inputs)
+            yield Finding(case.name)
+        except RuntimeError as error:
+            yield Finding(case.name, str(error))
+
+
+@contextmanager
+def _no_sync() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _field_cases(kit: Kit) -> Iterator[Finding]:
+    def run(inputs: Inputs) -> Outcome:
+        if not kit.claims_inputs(inputs):
+            raise BackendRefused("not claimed", {})
+        try:
+            return kit.plain_run(inputs)
+        except BackendRefused as refusal:
+            raise RuntimeError(f"claimed, but refused: {refusal}") from refusal
+
+    bound = kit.backend.forward_capabilities.dtype
+    dtypes = tuple(dtype for dtype in FIELD_DTYPES if dtype in bound)
+    found = False
+    for case in field_cases(dtypes if kit.full else dtypes[:1]):
+        if not kit.full and case.name.startswith(_SLOW_FIELD_CASES):
+            continue
+        result = check_field_case(case, run, kit.device)
+        if result.status != "unsupported":
+            found = True
+            yield Finding(case.name, result.message, result.share)
+    if not found:
+        raise NotClaimed("the backend claims no field case")
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("statement", "the statement of capabilities agrees with itself", _statement),
+    Check(AVAILABILITY, "probe finds what it needs, and something is claimed", _availability),
+    Check("refusals", "calls just outside a claim are refused, for that reason", _refusals),
+    *(Check(family.name, family.promise, _family(family)) for family in FAMILIES),
+    Check(
+        "results",
+        "results have the promised shape, dtype, device and strides",
+        _observed(lambda item: item.form, "{}"),
+    ),
+    Check(
+        "inputs",
+        "inputs, and the forward's results in the backward, are only read",
+        _observed(lambda item: item.written, "written to: {}"),
+    ),
+    Check(
+        "canaries",
+        "memory around the inputs is not written",
+        _observed(lambda item: item.overrun, "written beside: {}"),
+    ),
+    Check(
+        "aliasing",
+        "results do not lie in the inputs' memory",
+        _observed(lambda item: item.shared, "shares memory: {}"),
+    ),
+    Check("unwritten", "no result depends on memory that was not written", _unwritten),
+    Check("pairing", "the backward works with any backend's output and lse", _pairing),
+    Check("determinism", f"{RUNS} deterministic runs are equal in every bit", _determinism),
+    Check("attention", "attention() runs it in every layout and has receipts", _attention),
+    Check("operators", "the operators pass torch.library.opcheck on it", _operators),
+    Check("sync", "nothing waits for the device", _sync),
+    Check("field_cases", "faults that others shipped are not its own", _field_cases),
+)

@@ -1,0 +1,41 @@
+"""Every backend of this repository that runs on a CPU keeps the contract it asks of others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from csa_dispatch import backends
+from csa_dispatch.testing import check_backend
+
+
+@pytest.mark.parametrize("name", ["eager", "attention_gym"])
+def test_backend_passes_every_check(name: str):
+    row = backends()[name]
+    if not row.available:
+        pytest.skip(str(row.availability.reason))
+    assert row.backend is not None
+    report = check_backend(row.backend)
+    report.raise_if_failed()
+    ran = {check.name for check in report.checks if check.status == "pass"}
+    assert {"claims", "gradients", "determinism", "operators", "field_cases"} <= ran
+    assert 0 < max(check.share or 0 for check in report.checks) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eager", "attention_gym"])
+def test_backend_passes_the_full_level(name: str):
+    backend = backends()[name].backend
+    assert backend is not None
+    check_backend(backend, level="full").raise_if_failed()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", ["eager", "triton"])
+def test_backend_passes_every_check_on_cuda(name: str):
+    backend = backends()[name].backend
+    assert backend is not None
+    report = check_backend(backend, "cuda")
+    report.raise_if_failed()
+    assert "sync" in {check.name for check in report.checks if check.status == "pass"}
