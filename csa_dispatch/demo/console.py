@@ -9,6 +9,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
@@ -138,8 +139,8 @@ def _explain_table(explained: Sequence[Explained]) -> RenderableType:
     return Group(table, *(_note(about(text, layers, every)) for text, layers in notes.items()))
 
 
-def _note(text: str) -> Text:
-    return Text(f"  {text}", style="dim")
+def _note(text: str) -> RenderableType:
+    return Padding(Text(text, style="dim"), (0, 0, 0, 2))
 
 
 def _parity_table(results: DemoResults) -> RenderableType:
@@ -164,10 +165,10 @@ def _parity_table(results: DemoResults) -> RenderableType:
         columns = [part for dtype in dtypes for part in _cell_columns(cells.get(dtype))]
         table.add_row(name, first.where, *columns)
     columns = (
-        "per dtype: worst relative error of output and gradients, the share of the error budget",
-        "it uses, and the time of forward and backward",
+        "per dtype: worst relative error of output and gradients, the share of the error budget "
+        "it uses, and the time of forward and backward"
     )
-    return Group(table, *map(_note, (*columns, *results.notes())))
+    return Group(table, *map(_note, (columns, *results.notes())))
 
 
 def _cell_columns(cell: Cell | None) -> tuple[RenderableType, RenderableType, RenderableType]:

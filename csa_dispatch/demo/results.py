@@ -79,14 +79,18 @@ class DemoResults(NamedTuple):
         return list(rows.values())
 
     def notes(self) -> list[str]:
-        """What the parity table leaves out, one line each: slices, and refusals with Reasons."""
+        """What the parity table leaves out, one line each: slices, and refusals with Reasons.
+
+        Of a backend that is not installed only that is said.
+        """
         sliced = next((cell for cell in self.ran if cell.sliced), None)
         lines: dict[str, list[int]] = {}
         if sliced is not None:
             text = f"interpreted, so slow: the first {sliced.tokens} rows of each layer"
             lines[f"* {text} of {self.config.tokens}"] = []
         for cell in self.cells:
-            for reason in cell.reasons:
+            absent = [reason for reason in cell.reasons if reason.field == "availability"]
+            for reason in absent or cell.reasons:
                 text = f"not replayed: {cell.backend} on {cell.device}: {reason}"
                 layers = lines.setdefault(text, [])
                 if cell.layer not in layers:
