@@ -13,7 +13,7 @@ from csa_dispatch import Call, Gradients
 
 from .entry_points import entry_points
 from .forward import device_of
-from .operands import Operands, build_operands, kernel_input
+from .operands import Operands, build_operands, dense, kernel_input
 from .slots import BLOCK
 
 Needs = tuple[bool, bool, bool, bool]
@@ -53,13 +53,13 @@ def backward(
     if needs[3] and call.attention_sink is not None:
         sink = call.attention_sink.detach().float()
         # exp(sink - lse) is inf - inf where the sink takes all; -inf gives the 0 it should be.
-        sink = torch.where(sink == math.inf, -math.inf, sink)
+        sink = dense(torch.where(sink == math.inf, -math.inf, sink))
     tensors = _Tensors(
         operands.table,
         kernel_input(call.query.detach().transpose(1, 2)),
         kernel_input(output.transpose(1, 2)),
         _upstream(call, operands, grad_output),
-        lse.transpose(1, 2).contiguous(),
+        dense(lse.transpose(1, 2)),
         operands.indices,
     )
     with device_of(call.query):
@@ -143,7 +143,7 @@ def _one(
             tensors.table,
             qv=tensors.query.detach().requires_grad_(),
             softmax_scale=call.scale,
-            learnable_sink=None if forward_sink is None else forward_sink.detach().contiguous(),
+            learnable_sink=None if forward_sink is None else dense(forward_sink.detach()),
             pack_gqa=True,
             gather_kv_indices=tensors.indices,
             gather_bwd_recompute_p=False,

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from csa_dispatch import Call
 
 from .entry_points import entry_points
-from .operands import build_operands, kernel_input
+from .operands import build_operands, dense, kernel_input
 
 
 def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -28,7 +28,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     output = torch.empty_like(call.query)
     # Fresh memory starts on 64 bytes or more and its rows are 1 KiB: unit stride is all to ask.
     direct = output.stride(-1) == 1
-    sink = None if call.attention_sink is None else call.attention_sink.detach().contiguous()
+    sink = None if call.attention_sink is None else dense(call.attention_sink.detach())
     with device_of(call.query):
         result, lse, *_ = entry_points().forward(
             None,
@@ -56,7 +56,7 @@ def contract_lse(lse: Tensor, output: Tensor, sink: Tensor | None) -> Tensor:
     sink more than 88 above that overflows to +inf: there lse is the sink to fp32's last bit.
     And a row whose scores are NaN, which has a NaN output, gets -inf.
     """
-    result = lse.transpose(1, 2).contiguous()
+    result = dense(lse.transpose(1, 2))
     if sink is not None:
         result = torch.where(result == math.inf, sink.to(result.dtype)[:, None], result)
     return result.masked_fill_(output[..., 0].isnan(), math.nan)

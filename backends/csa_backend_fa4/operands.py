@@ -107,6 +107,13 @@ def kernel_input(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """A contiguous ``tensor``: a copy where the last stride is not 1, its size being 1 or not."""
+    if tensor.is_contiguous() and tensor.stride(-1) == 1:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def _window_columns(call: Call, layout: Layout, bounds: TokenBounds | None) -> Tensor:
     """int32 ``[B, T, window]``: the last ``window`` rows up to the token's own."""
     batch, _, tokens, _ = call.query.shape

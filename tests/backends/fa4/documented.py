@@ -52,6 +52,7 @@ class Recorder:
         batch, tokens, heads, _ = check_operands(query, table, gather_kv_indices)
         if learnable_sink is not None:
             assert learnable_sink.shape == (heads,)
+            assert learnable_sink.stride() == (1,)
             assert learnable_sink.dtype in (torch.float16, torch.bfloat16, torch.float32)
         if out is None:
             out = torch.empty_like(query)
@@ -124,6 +125,7 @@ class Recorder:
         assert out.shape == dout.shape == qv.shape
         assert lse.shape == (batch, tokens, heads)
         assert lse.dtype == torch.float32
+        assert lse.stride(-1) == 1
         assert token_chunk is None or (batch == 1 and token_chunk > 0), "it would not chunk"
         for tensor in (out, dout):
             check_addressable(tensor)
@@ -139,7 +141,7 @@ class Recorder:
                 weights = torch.exp2(exponent)
             else:
                 step = torch.exp2(scale_log2 * row_max[b, t].T - lse_log2[b, t, :, None])
-                step = torch.where(row_max[b, t].T == -math.inf, 0.0, step)
+                step = torch.where(row_max[b, t].T.isneginf(), 0.0, step)
                 weights = p[b, t].float() * step.repeat_interleave(128, dim=1)
             grad = dout[b, t].float()
             dp = (grad @ rows.float().T - dpsum[b, t, :, None]).masked_fill(~valid, 0.0)
@@ -176,6 +178,7 @@ def check_operands(query: Tensor, table: Tensor, indices: Tensor) -> torch.Size:
 def check_addressable(tensor: Tensor) -> None:
     """Unit stride, rows on 16 bytes, nothing expanded: what one compiled kernel serves."""
     assert tensor.data_ptr() % 16 == 0
+    assert tensor.stride(-1) == 1
     for dimension, (step, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             assert step > 0
