@@ -128,7 +128,9 @@ def seconds_text(seconds: float) -> str:
 def _failures(failures: Sequence[CellReport]) -> RenderableType:
     lines: list[RenderableType] = []
     for report in failures[:_SHOWN_FAILURES]:
-        lines.append(Text(f"FAIL {report.cell.id}", style="bold red"))
+        # Never wrapped: an id is there to be copied.
+        line = Text(f"FAIL {report.cell.id}", style="bold red", no_wrap=True, overflow="ignore")
+        lines.append(line)
         lines.append(Text(f"     {report.message}"))
     if len(failures) > _SHOWN_FAILURES:
         lines.append(Text(f"and {len(failures) - _SHOWN_FAILURES} more failures"))

@@ -80,10 +80,13 @@ class CellReport:
         return max((verdict.share for verdict in self.verdicts), default=None)
 
     def required(self, names: frozenset[str]) -> CellReport:
-        """This report with unsupported and unavailable made failures for required backends."""
+        """This report, a failure if it is unsupported or unavailable on required backends.
+
+        A pair counts when both its backends are required: else the other one may refuse.
+        """
         if self.status not in (Status.UNSUPPORTED, Status.UNAVAILABLE):
             return self
-        if not names.intersection(self.cell.entry):
+        if not names.issuperset(self.cell.entry):
             return self
         reasons = "; ".join(str(reason) for reason in self.reasons)
         message = f"required, but {self.status.value}: {reasons}"

@@ -120,6 +120,17 @@ def test_the_ci_matrix_holds_every_axis_of_the_contract():
     assert any(case.deterministic for case in cases)
 
 
+def test_the_ci_matrix_asks_interpreted_triton_for_nothing_it_does_not_claim(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    works, notes = expand(load_matrix("ci.toml"), Selection(("triton",), "cpu"))
+    cases = [work.case for work in works if isinstance(work, CaseWork)]
+    assert len(cases) > 80
+    assert {case.dtype for case in cases} == {"bfloat16", "float16", "float32"}
+    assert max(case.heads for case in cases) >= 128
+    assert max(case.head_dim for case in cases) >= 512
+    assert len(notes) == 1
+
+
 def test_the_edge_matrix_holds_every_field_case():
     works, _ = expand(load_matrix("edge.toml"), Selection(("eager",), "cpu"))
     names = {work.case.name for work in works if isinstance(work, FieldWork)}

@@ -141,6 +141,20 @@ def test_unsupported_and_unavailable_carry_their_reasons(tiny: Matrix, register:
     assert run_matrix(tiny, backends=[narrow], required=["eager"]).exit_code == 0
 
 
+def test_a_pair_is_required_when_both_its_backends_are(register: Register):
+    class Narrow(PlainBackend):
+        forward_capabilities = backward_capabilities = Capabilities(dtype=OneOf(("bfloat16",)))
+
+    narrow = register(Narrow(Mutation("narrow")))
+    group = {"name": "g", "source": "list", "crossed": True, "cases": [{"tokens": 4}]}
+    matrix = parse_matrix({"name": "m", "group": [group]}, "m.toml")
+    one = run_matrix(matrix, backends=["eager", narrow], required=["eager"])
+    assert [report.status for report in one.reports] == [Status.UNSUPPORTED] * 2
+    assert one.faults == ("eager is required, but no cell of this run exercised it",)
+    both = run_matrix(matrix, backends=["eager", narrow], required=["eager", narrow])
+    assert [report.status for report in both.reports] == [Status.FAIL] * 2
+
+
 def test_a_required_backend_that_no_cell_exercises_is_a_fault(tiny: Matrix, register: Register):
     data = {
         "name": "m",
