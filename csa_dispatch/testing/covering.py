@@ -265,7 +265,10 @@ def _with(base: Case, name: str, value: object) -> Case | None:
         return None
     if isinstance(value, int) and value > _LARGEST.get(name, value):
         return None
+    changed = {name: value}
+    if value is Kind.DENSE and not base.compress_ratio:
+        changed["compress_ratio"] = AXES["compress_ratio"][0]
     try:
-        return dataclasses.replace(base, **{name: value})  # pyright: ignore[reportArgumentType]
+        return dataclasses.replace(base, **changed)  # pyright: ignore[reportArgumentType]
     except ValueError:
         return None

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from csa_dispatch import FALSE, Between, Capabilities, Kind, OneOf
-from csa_dispatch.testing import boundaries_for, cases_for
+from csa_dispatch.testing import boundaries_for, build, cases_for, to_call
 from csa_dispatch.testing.covering import AXES, claims
 
 NARROW = Capabilities(
@@ -89,3 +89,10 @@ def test_a_backward_narrower_than_its_forward_has_boundaries_of_its_own():
     boundaries = boundaries_for(Capabilities(), narrow)
     assert [(item.field, item.spec.head_dim) for item in boundaries] == [("head_dim", 65)]
     assert boundaries[0].spec.differentiable
+
+
+def test_a_boundary_of_another_kind_can_be_built():
+    gather_only = Capabilities(kind=OneOf((Kind.GATHER,), others=(Kind.WINDOW, Kind.DENSE)))
+    cases = [boundary.case for boundary in boundaries_for(gather_only)]
+    kinds = [to_call(build(case)).kind for case in cases if case is not None]
+    assert kinds == [Kind.WINDOW, Kind.DENSE]
