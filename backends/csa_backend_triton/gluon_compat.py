@@ -4,8 +4,7 @@ Importing this module raises ImportError or AttributeError where Triton has no f
 ``hopper.py`` then leaves the call to the portable kernels.
 """
 
-from __future__ import annotations
-
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -17,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 __all__ = [
+    "aggregate",
     "arrive_when_copied",
     "copy_async",
     "fence_async_shared",
@@ -27,6 +27,8 @@ __all__ = [
     "warpgroup_mma_wait",
 ]
 
+# Private until Triton 3.7.
+aggregate = getattr(triton, "aggregate", None) or triton.language.core._aggregate
 # Triton 3.7 renamed the copy; the old name stayed behind as a stub that raises.
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 arrive_when_copied = async_copy.mbarrier_arrive

@@ -22,12 +22,8 @@ if TYPE_CHECKING:
 
 HEAD_DIM = 512
 HEAD_BLOCK = 64
-PROGRAMS = 132
-"""Persistent programs: one a multiprocessor of an H100 or H200; each needs all of its memory."""
-
 PLAN_TOKENS = 8
 PLAN_SLOTS = 256
-DELTA_ROWS = 16
 CAST_ROWS = 8
 WORKSPACE = 512 * 2**20
 """Bytes the fp32 dKV buffer may take."""
@@ -56,23 +52,37 @@ def _fits(spec: CallSpec) -> bool:
 
 
 def supports_forward(spec: CallSpec) -> bool:
-    """Whether ``forward`` takes calls of this kind."""
-    return _fits(spec) and spec.dtype in ("bfloat16", "float16")
+    """Whether ``forward`` takes calls of this kind.
+
+    Up to 16 heads the portable kernel is faster: its tiles need not be 64 heads tall.
+    """
+    return _fits(spec) and spec.heads > 16 and spec.dtype in ("bfloat16", "float16")
 
 
 def supports_backward(spec: CallSpec) -> bool:
     """Whether ``backward`` takes calls of this kind.
 
-    Its sums are atomic, so it is not deterministic, and its fp32 buffer for the gradients of
-    both KV tensors must fit in ``WORKSPACE``.
+    Its sums are atomic, so it is not deterministic; its fp32 buffer for the gradients of both
+    KV tensors must fit in ``WORKSPACE``; and it would be wasteful for the sink's gradient alone.
     """
     rows = spec.batch * (spec.tokens + spec.pool)
     return (
         _fits(spec)
         and spec.dtype == "bfloat16"
         and not spec.deterministic
+        and any(spec.needs_grad[:3])
         and rows * HEAD_DIM * 4 <= WORKSPACE
     )
+
+
+@lru_cache
+def _multiprocessors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def _programs(query: Tensor, items: int) -> int:
+    """Persistent programs: one a multiprocessor, since each needs all of its shared memory."""
+    return min(_multiprocessors(query.device.index) if query.is_cuda else 132, items)
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -83,11 +93,9 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _steps(tensor: Tensor | None, *dims: int) -> tuple[int, ...]:
-    """Strides in units of 8 elements, as the kernels take them; 0 for no tensor."""
-    if tensor is None:
-        return (0,) * len(dims)
-    return tuple(tensor.stride(dim) // 8 for dim in dims)
+def _rows(tensor: Tensor) -> tuple[Tensor | int, ...]:
+    """A ``[B, H, T, D]`` tensor and its strides in units of 8 elements, as kernels take it."""
+    return tensor, *(step // 8 for step in tensor.stride()[:3])
 
 
 def _indices(call: Call) -> tuple[Tensor, tuple[int, int], int]:
@@ -119,7 +127,9 @@ def _plan(
     rows = batch * tokens
     plan = torch.empty((4, rows), device=call.query.device, dtype=torch.int32)
     start, pool_start, pool_end = (None, None, None) if bounds is None else bounds
-    strides = [(0, 0) if table is None else table.stride() for table in (start, pool_start, pool_end)]
+    strides = [
+        (0, 0) if table is None else table.stride() for table in (start, pool_start, pool_end)
+    ]
     launch(
         plan_kernel,
         (-(-rows // PLAN_TOKENS),),
@@ -164,26 +174,22 @@ def forward(call: Call, bounds: TokenBounds | None) -> tuple[Tensor, Tensor]:
     items = batch * tokens * -(-heads // HEAD_BLOCK)
     launch(
         forward_kernel,
-        (min(PROGRAMS, items),),
+        (_programs(query, items),),
         (
-            query,
-            local,
-            pool,
-            indices,
-            None if sink is None else sink.contiguous(),
+            *_rows(query),
+            *_rows(local),
+            *_rows(pool),
+            *_rows(written),
             plan,
-            written,
-            lse,
-            *_steps(query, 0, 1, 2),
-            *_steps(local, 0, 2),
-            *_steps(pool, 0, 2),
+            indices,
             *index_strides,
-            *_steps(written, 0, 1, 2),
             heads,
             tokens,
             slots,
             batch * tokens,
             items,
+            None if sink is None else sink.contiguous(),
+            lse,
             call.scale * LOG2_E,
         ),
         warps=4,
@@ -194,46 +200,21 @@ def forward(call: Call, bounds: TokenBounds | None) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-FORWARD = {"EARLY": 1, "GROUP": 1, "VALUE_REGISTERS": 160, "GATHER_REGISTERS": 64}
+FORWARD = {"VALUE_REGISTERS": 160, "GATHER_REGISTERS": 64}
 BACKWARD = {"MATRIX_REGISTERS": 192, "GATHER_REGISTERS": 32}
-
-
-def _delta(output: Tensor, grad_output: Tensor, plan: Tensor) -> Tensor:
-    """Row sums of output * grad_output, fp32 ``[B, H, T]``."""
-    from .hopper_backward_ends import delta_kernel
-
-    batch, heads, tokens, head_dim = output.shape
-    delta = output.new_empty((batch, heads, tokens), dtype=torch.float32)
-    launch(
-        delta_kernel,
-        (batch * heads * -(-tokens // DELTA_ROWS),),
-        (
-            output,
-            grad_output,
-            plan,
-            delta,
-            *_steps(output, 0, 1, 2),
-            *_steps(grad_output, 0, 1, 2),
-            heads,
-            tokens,
-            batch * tokens,
-        ),
-        warps=4,
-        D=head_dim,
-        ROWS=DELTA_ROWS,
-    )
-    return delta
 
 
 def _cast(rows: Tensor, like: Tensor) -> Tensor:
     """A KV gradient ``[B, 1, N, D]`` from its fp32 rows ``[B * N, D]`` in the kernel's order."""
-    from .hopper_backward_ends import cast_kernel
+    from .hopper_cast import cast_kernel
 
     gradient = torch.empty_like(like)
     if gradient.numel() == 0:
         return gradient
-    written = gradient if gradient.stride(-1) == 1 else torch.empty(
-        like.shape, device=like.device, dtype=like.dtype
+    written = (
+        gradient
+        if gradient.stride(-1) == 1
+        else torch.empty(like.shape, device=like.device, dtype=like.dtype)
     )
     launch(
         cast_kernel,
@@ -264,10 +245,11 @@ def backward(
     pool_rows = 0 if call.sparse_kv is None else call.sparse_kv.shape[2]
     query, local = _aligned(call.query), _aligned(call.local_kv)
     pool = local if call.sparse_kv is None else _aligned(call.sparse_kv)
-    incoming = _aligned(grad_output)
+    incoming, result = _aligned(grad_output), _aligned(output)
     indices, index_strides, slots = _indices(call)
     plan = _plan(call, bounds, indices, index_strides, slots)
-    delta = _delta(_aligned(output), incoming, plan)
+    # Tokens without keys keep the 0, whatever grad_output holds.
+    delta = torch.zeros_like(lse)
 
     grad_query = torch.empty_like(call.query) if needs[0] else None
     written = grad_query
@@ -280,34 +262,31 @@ def backward(
     items = rows * -(-heads // HEAD_BLOCK)
     launch(
         backward_kernel,
-        (min(PROGRAMS, items),),
+        (_programs(query, items),),
         (
-            query,
-            incoming,
-            local,
-            pool,
-            indices,
+            *_rows(query),
+            *_rows(incoming),
+            *_rows(local),
+            *_rows(pool),
+            *_rows(result),
+            *_rows(query if written is None else written),
             plan,
-            lse,
-            delta,
-            written,
-            accumulated,
-            *_steps(query, 0, 1, 2),
-            *_steps(incoming, 0, 1, 2),
-            *_steps(local, 0, 2),
-            *_steps(pool, 0, 2),
+            indices,
             *index_strides,
-            *_steps(written, 0, 1, 2),
             heads,
             tokens,
             slots,
             rows,
-            pool_rows,
             items,
+            lse,
+            delta,
+            accumulated,
+            pool_rows,
             call.scale,
             call.scale * LOG2_E,
         ),
         warps=4,
+        QUERY_GRADIENT=int(needs[0]),
         LOCAL_GRADIENT=int(needs[1]),
         POOL_GRADIENT=int(needs[2]),
         **BACKWARD,

@@ -1,3 +1,5 @@
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 """The scatter warpgroup of the Hopper backward: dKV of one key block, added to fp32 rows.
 
 For each 64-column chunk c of a block of 64 keys it computes, by wgmma,
@@ -13,21 +15,27 @@ Each lane's four values of i = 2 g, 2 g + 1 form one 16-byte element, stored at 
 
     stored[16 g + 4 q + 2 h + e] = A[16 g + 8 h + 2 q + e]
 
-``hopper_backward_ends.cast_kernel`` undoes it. To add whole 128-byte lines, lanes l and l ^ 4,
+``hopper_cast`` undoes it. To add whole 128-byte lines, lanes l and l ^ 4,
 which hold neighbouring rows, first swap half of what they have: then eight lanes cover 32
 floats of the even row in one instruction, and of the odd row in the next.
 """
 
-from __future__ import annotations
-
-from .gluon_compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
-from .hopper_tiles import key_rows, load_indices, token_plan
+from .gluon_compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 KEYS = gl.constexpr(64)
 CHUNK = gl.constexpr(64)
 WIDTH = gl.constexpr(512)
 
 TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+# Two neighbouring keys a thread.
+PAIRS = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 # Rows, and lanes of a quad, as TILE holds them.
 QUADS = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -105,8 +113,26 @@ def _add_rows(tile, base, even_offset, odd_offset, odd):
         REDUCTION,
         REDUCTION_CONSTRAINTS,
         [
-            base, even_offset, odd_offset, odd,
-            a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3,
+            base,
+            even_offset,
+            odd_offset,
+            odd,
+            a0,
+            b0,
+            c0,
+            d0,
+            a1,
+            b1,
+            c1,
+            d1,
+            a2,
+            b2,
+            c2,
+            d2,
+            a3,
+            b3,
+            c3,
+            d3,
         ],
         dtype=gl.int32,
         is_pure=False,
@@ -115,85 +141,84 @@ def _add_rows(tile, base, even_offset, odd_offset, odd):
 
 
 @gluon.jit
-def _row_offset(
-    index, j, window_blocks, first, t, pool_start, pool_length, key, local_base, pool_base,
-    LOCAL_GRADIENT: gl.constexpr, POOL_GRADIENT: gl.constexpr,
+def _row_offsets(
+    token,
+    index,
+    j,
+    window_row,
+    pool_row,
+    LOCAL_GRADIENT: gl.constexpr,
+    POOL_GRADIENT: gl.constexpr,
 ):
-    """Float offset of the buffer row of each key, negative where nothing is to be added."""
-    row, used = key_rows(index, j, window_blocks, first, t, pool_start, pool_length, key)
-    in_window = j < window_blocks
-    wanted = gl.where(in_window, LOCAL_GRADIENT, POOL_GRADIENT) != 0
-    row = row + gl.where(in_window, local_base, pool_base)
-    return gl.where(used & wanted, row * WIDTH, -WIDTH)
+    """Float offsets of the buffer rows of each row's even and odd key; negative if unwanted."""
+    key = gl.arange(0, KEYS, layout=PAIRS)
+    used = token.used(index, j, key)
+    if not LOCAL_GRADIENT:
+        used = used & (j >= token.window_blocks)
+    if not POOL_GRADIENT:
+        used = used & (j < token.window_blocks)
+    row = token.key_rows(index, j, key, window_row, pool_row)
+    even, odd = gl.split(gl.where(used, row * WIDTH, -WIDTH).reshape([KEYS // 2, 2]))
+    even = gl.join(even, even).reshape([KEYS])
+    odd = gl.join(odd, odd).reshape([KEYS])
+    return (
+        gl.convert_layout(even, gl.SliceLayout(1, QUADS)),
+        gl.convert_layout(odd, gl.SliceLayout(1, QUADS)),
+    )
 
 
 @gluon.jit
 def scatter(
-    DKV, INDICES, PLAN, indices_b, indices_t, tokens, slots, rows, pool, items,
-    q_s, do_s, p_s, ds_s, q_full, do_full, qdo_empty, p_full, ds_full, pds_empty,
-    LOCAL_GRADIENT: gl.constexpr, POOL_GRADIENT: gl.constexpr,
+    walk, shared, DKV, pool_rows, LOCAL_GRADIENT: gl.constexpr, POOL_GRADIENT: gl.constexpr
 ):
-    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, QUADS))
+    """The scatter warpgroup; ``pool_rows`` is S."""
+    key = gl.arange(0, KEYS, layout=PAIRS)
+    row = gl.arange(0, KEYS, layout=gl.SliceLayout(1, QUADS))
     quad = gl.arange(0, 4, layout=gl.SliceLayout(0, QUADS))
-    even_key = key & 62
-    odd_key = key | 1
-    lane = ((key & 1) * 16)[:, None] + (quad * 4)[None, :]
-    odd = (key & 1)[:, None] + (quad * 0)[None, :]
+    lane = ((row & 1) * 16)[:, None] + (quad * 4)[None, :]
+    odd = (row & 1)[:, None] + (quad * 0)[None, :]
     nothing = gl.zeros([KEYS, CHUNK], gl.float32, layout=TILE)
     block = 0
     count = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        b, t, first_head, blocks, first, window_blocks, pool_start, pool_length = token_plan(
-            PLAN, item, tokens, rows
-        )
-        index_row = INDICES + b.to(gl.int64) * indices_b + t.to(gl.int64) * indices_t
-        local_base = b * tokens
-        pool_base = rows + b * pool
-        even_index = load_indices(index_row, 0, window_blocks, slots, even_key)
-        odd_index = load_indices(index_row, 0, window_blocks, slots, odd_key)
-        mbarrier.wait(q_full, count & 1)
-        mbarrier.wait(do_full, count & 1)
+    for item in range(gl.program_id(0), walk.items, gl.num_programs(0)):
+        at, first_head = walk.spread(item)
+        blocks = gl.load(walk.PLAN + at)
+        token = walk.token(at, first_head)
+        window_row = at + 1 - token.window_rows
+        pool_row = walk.rows + token.b * pool_rows + token.pool_start
+        index = token.load_indices(0, key)
+        mbarrier.wait(shared.q_full.index(0), count & 1, pred=blocks > 0)
+        mbarrier.wait(shared.do_full.index(0), count & 1, pred=blocks > 0)
         fence_async_shared()
         for j in range(blocks):
             phase = block & 1
-            even_offset = _row_offset(
-                even_index, j, window_blocks, first, t, pool_start, pool_length, even_key,
-                local_base, pool_base, LOCAL_GRADIENT, POOL_GRADIENT,
-            )
-            odd_offset = _row_offset(
-                odd_index, j, window_blocks, first, t, pool_start, pool_length, odd_key,
-                local_base, pool_base, LOCAL_GRADIENT, POOL_GRADIENT,
+            even_offset, odd_offset = _row_offsets(
+                token, index, j, window_row, pool_row, LOCAL_GRADIENT, POOL_GRADIENT
             )
             even_offset = even_offset[:, None] + lane
             odd_offset = odd_offset[:, None] + lane
-            even_index = load_indices(index_row, j + 1, window_blocks, slots, even_key)
-            odd_index = load_indices(index_row, j + 1, window_blocks, slots, odd_key)
+            index = token.load_indices(j + 1, key)
             base = (DKV + even_offset * 0).to(gl.int64, bitcast=True)
-            mbarrier.wait(p_full, phase)
-            mbarrier.wait(ds_full, phase)
-            p = p_s.index(0).permute((1, 0))
-            ds = ds_s.index(0).permute((1, 0))
+            mbarrier.wait(shared.p_full.index(0), phase)
+            mbarrier.wait(shared.ds_full.index(0), phase)
+            p = shared.p.index(0).permute((1, 0))
+            ds = shared.ds.index(0).permute((1, 0))
             # A run-time zero: without it ptxas hoists every tile's descriptors and spills them.
-            upstream = do_s.index(block >> 28)
-            query = q_s.index(block >> 28)
+            upstream = shared.do.index(block >> 28)
+            query = shared.q.index(block >> 28)
             previous = nothing
             for c in gl.static_range(WIDTH // CHUNK):
-                tile = warpgroup_mma(
-                    p, upstream.slice(c * CHUNK, CHUNK, dim=1), nothing,
-                    use_acc=False, is_async=True,
-                )
-                tile = warpgroup_mma(
-                    ds, query.slice(c * CHUNK, CHUNK, dim=1), tile, is_async=True
-                )
+                part = upstream.slice(c * CHUNK, CHUNK, dim=1)
+                tile = warpgroup_mma(p, part, nothing, use_acc=False, is_async=True)
+                part = query.slice(c * CHUNK, CHUNK, dim=1)
+                tile = warpgroup_mma(ds, part, tile, is_async=True)
                 if c > 0:
                     done = warpgroup_mma_wait(2, deps=[previous])
                     _add_rows(done, base + (c - 1) * CHUNK * 4, even_offset, odd_offset, odd)
                 previous = tile
             done = warpgroup_mma_wait(0, deps=[previous])
-            mbarrier.arrive(pds_empty, count=1)
-            mbarrier.arrive(qdo_empty, count=1, pred=j == blocks - 1)
-            _add_rows(
-                done, base + (WIDTH - CHUNK) * 4, even_offset, odd_offset, odd
-            )
+            mbarrier.arrive(shared.p_empty.index(0), count=1)
+            mbarrier.arrive(shared.qdo_empty.index(0), count=1, pred=j == blocks - 1)
+            _add_rows(done, base + (WIDTH - CHUNK) * 4, even_offset, odd_offset, odd)
             block += 1
-        count += 1
+        count += (blocks > 0).to(gl.int32)

@@ -1,62 +1,182 @@
-"""How the Hopper kernels read a call's plan and walk a token's keys.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
+"""How the Hopper kernels address tensors and walk a token's keys.
 
 A token's keys come in blocks of 64: first its window rows of ``local_kv``, oldest first, then
-its slots. See ``hopper_plan`` for the table.
+its slots. See ``hopper_plan`` for the table that says how many.
 """
 
-from __future__ import annotations
-
-from .gluon_compat import gl, gluon
+from .gluon_compat import aggregate, gl, gluon, mbarrier
 
 
 @gluon.jit
-def load_blocks(PLAN, item, items, head_blocks):
-    """Key blocks of an item; past the last item, of the last one (read ahead, not used)."""
-    return gl.load(PLAN + gl.minimum(item, items - 1) // head_blocks)
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers ``[COUNT, 1]``, each complete after that many arrivals."""
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], layout)
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
 
 
-@gluon.jit
-def item_plan(PLAN, item, head_blocks, tokens, rows):
-    """-> batch, token, first head, first window row, window blocks, pool start, pool length."""
-    row = item // head_blocks
-    t = row % tokens
-    first = gl.load(PLAN + rows + row)
-    pool_start = gl.load(PLAN + 2 * rows + row)
-    pool_length = gl.load(PLAN + 3 * rows + row)
-    first_head = (item % head_blocks) * 64
-    return row // tokens, t, first_head, first, (t - first + 64) // 64, pool_start, pool_length
+@aggregate
+class Rows:
+    """A tensor ``[B, H, T, 512]`` by its strides over B, H and T, in units of 8 elements."""
+
+    pointer: gl.tensor
+    b: gl.tensor
+    h: gl.tensor
+    t: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, pointer, b, h, t):
+        self.pointer = pointer
+        self.b = b
+        self.h = h
+        self.t = t
+
+    @gluon.jit
+    def heads(self, token, head, column):
+        """Pointers ``[heads, columns]`` into one token's heads."""
+        start = (
+            self.pointer + token.b.to(gl.int64) * self.b * 8 + token.t.to(gl.int64) * self.t * 8
+        )
+        return start + (head.to(gl.int64) * self.h * 8)[:, None] + column[None, :]
+
+    @gluon.jit
+    def batch(self, token):
+        """Pointer to a token's batch entry."""
+        return self.pointer + token.b.to(gl.int64) * self.b * 8
 
 
-@gluon.jit
-def token_plan(PLAN, item, tokens, rows):
-    """Item -> batch, token, first head, blocks, and what ``item_plan`` gives.
+@aggregate
+class Token:
+    """One (batch, token), 64 of its heads, and what it sees.
 
-    Head blocks are outermost, and consecutive items are 1/128 of all tokens apart.
+    ``index_row`` points to its indices; ``window_rows``, ``pool_start`` and ``pool_length`` are
+    the plan's.
     """
-    i = item % rows
-    group = i % 128
-    row = group * (rows // 128) + gl.minimum(group, rows % 128) + i // 128
-    t = row % tokens
-    blocks = gl.load(PLAN + row)
-    first = gl.load(PLAN + rows + row)
-    pool_start = gl.load(PLAN + 2 * rows + row)
-    pool_length = gl.load(PLAN + 3 * rows + row)
-    window_blocks = (t - first + 64) // 64
-    return row // tokens, t, item // rows * 64, blocks, first, window_blocks, pool_start, pool_length
+
+    b: gl.tensor
+    t: gl.tensor
+    first_head: gl.tensor
+    index_row: gl.tensor
+    slots: gl.tensor
+    window_rows: gl.tensor
+    window_blocks: gl.tensor
+    pool_start: gl.tensor
+    pool_length: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, b, t, first_head, index_row, slots, window_rows, window_blocks, pool_start, length
+    ):
+        self.b = b
+        self.t = t
+        self.first_head = first_head
+        self.index_row = index_row
+        self.slots = slots
+        self.window_rows = window_rows
+        self.window_blocks = window_blocks
+        self.pool_start = pool_start
+        self.pool_length = length
+
+    @gluon.jit
+    def window_row(self):
+        """The window's first row of local_kv."""
+        return self.t + 1 - self.window_rows
+
+    @gluon.jit
+    def load_indices(self, j, key):
+        """Key block ``j``'s 64 indices; -1 in the window and past the last slot."""
+        slot = (j - self.window_blocks) * 64 + key
+        inside = (slot >= 0) & (slot < self.slots)
+        return gl.load(self.index_row + slot, mask=inside, other=-1)
+
+    @gluon.jit
+    def used(self, index, j, key):
+        """Which of key block ``j``'s 64 slots are used."""
+        in_window = j < self.window_blocks
+        chosen = (index >= 0) & (index < self.pool_length)
+        return gl.where(in_window, j * 64 + key < self.window_rows, chosen)
+
+    @gluon.jit
+    def key_rows(self, index, j, key, window_row, pool_row):
+        """Key block ``j``'s rows, given those of the window's first key and of index 0."""
+        in_window = j < self.window_blocks
+        return gl.where(in_window, window_row + j * 64 + key, pool_row + index.to(gl.int32))
 
 
-@gluon.jit
-def load_indices(index_row, j, window_blocks, slots, key):
-    """Key block ``j``'s 64 indices; -1 in window blocks and past the last slot."""
-    slot = (j - window_blocks) * 64 + key
-    return gl.load(index_row + slot, mask=(slot >= 0) & (slot < slots), other=-1)
+@aggregate
+class Walk:
+    """A call's sizes, its indices and its plan: how a program finds its items.
 
+    ``rows`` is ``B * T``. An item is 64 heads of one (batch, token).
+    """
 
-@gluon.jit
-def key_rows(index, j, window_blocks, first, t, pool_start, pool_length, key):
-    """Key block ``j``'s rows (of local_kv or sparse_kv) and which of its 64 slots are used."""
-    in_window = j < window_blocks
-    position = first + j * 64 + key
-    used = gl.where(in_window, position <= t, (index >= 0) & (index < pool_length))
-    row = gl.where(in_window, position, pool_start + index.to(gl.int32))
-    return row, used
+    PLAN: gl.tensor
+    INDICES: gl.tensor
+    indices_b: gl.tensor
+    indices_t: gl.tensor
+    heads: gl.tensor
+    tokens: gl.tensor
+    slots: gl.tensor
+    rows: gl.tensor
+    items: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, PLAN, INDICES, indices_b, indices_t, heads, tokens, slots, rows, items):
+        self.PLAN = PLAN
+        self.INDICES = INDICES
+        self.indices_b = indices_b
+        self.indices_t = indices_t
+        self.heads = heads
+        self.tokens = tokens
+        self.slots = slots
+        self.rows = rows
+        self.items = items
+
+    @gluon.jit
+    def blocks_ahead(self, item):
+        """Key blocks of an item in natural order, at least 1; any past the last item."""
+        head_blocks = (self.heads + 63) // 64
+        return gl.maximum(gl.load(self.PLAN + gl.minimum(item, self.items - 1) // head_blocks), 1)
+
+    @gluon.jit
+    def natural(self, item):
+        """Row and first head of an item: a token's head blocks are neighbours."""
+        head_blocks = (self.heads + 63) // 64
+        return item // head_blocks, item % head_blocks * 64
+
+    @gluon.jit
+    def spread(self, item):
+        """Row and first head of an item: neighbours are 1/128 of all rows from each other."""
+        i = item % self.rows
+        group = i % 128
+        row = group * (self.rows // 128) + gl.minimum(group, self.rows % 128) + i // 128
+        return row, item // self.rows * 64
+
+    @gluon.jit
+    def place(self, row, first_head):
+        """The token of a row, for results: nothing of its plan is read."""
+        b, t = row // self.tokens, row % self.tokens
+        return Token(b, t, first_head, self.INDICES, self.slots, t, t, t, t)
+
+    @gluon.jit
+    def token(self, row, first_head):
+        """The token of a row."""
+        b, t = row // self.tokens, row % self.tokens
+        index_row = self.INDICES + b.to(gl.int64) * self.indices_b
+        index_row = index_row + t.to(gl.int64) * self.indices_t
+        window_rows = gl.load(self.PLAN + self.rows + row)
+        pool_start = gl.load(self.PLAN + 2 * self.rows + row)
+        length = gl.load(self.PLAN + 3 * self.rows + row)
+        blocks = (window_rows + 63) // 64
+        return Token(
+            b, t, first_head, index_row, self.slots, window_rows, blocks, pool_start, length
+        )
+
+    @gluon.jit
+    def statistic(self, token, head):
+        """Offsets of a token's heads in a ``[B, H, T]`` contiguous tensor."""
+        return (token.b * self.heads + head).to(gl.int64) * self.tokens + token.t

@@ -1,0 +1,115 @@
+"""Compile what the Hopper kernels' launch code launches, for sm_90, without a GPU.
+
+Run as a program, since wrong Gluon can abort the process, with ``tests/backends/triton`` on the
+path. It prints one JSON line for each kernel.
+
+    python compile_kernels.py NAME ...
+
+NAME selects calls of ``CALLS``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import NamedTuple
+
+import torch
+from cross_compile import CompileOnlyDriver, assemble
+from csa_backend_triton import hopper
+from csa_backend_triton.launching import compile_only
+from triton.runtime.driver import driver
+
+from csa_dispatch.call import Call, token_bounds
+
+TOKENS, POOL = 4096, 1024
+
+
+class Shape(NamedTuple):
+    """One call to compile; ``gradients`` None for the forward alone."""
+
+    dtype: torch.dtype = torch.bfloat16
+    index_dtype: torch.dtype = torch.int32
+    sink_dtype: torch.dtype | None = torch.float32
+    heads: int = 64
+    slots: int = 512
+    packed: bool = False
+    gradients: tuple[bool, bool, bool, bool] | None = None
+
+    def call(self) -> Call:
+        """The call, on meta tensors."""
+
+        def empty(*shape: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        offsets = empty(5, dtype=torch.int32) if self.packed else None
+        return Call(
+            empty(1, self.heads, TOKENS, 512),
+            empty(1, 1, TOKENS, 512),
+            empty(1, 1, POOL, 512) if self.slots else None,
+            empty(1, TOKENS, self.slots, dtype=self.index_dtype) if self.slots else None,
+            None if self.sink_dtype is None else empty(self.heads, dtype=self.sink_dtype),
+            offsets,
+            offsets if self.slots else None,
+            None,
+            128,
+            None,
+            512**-0.5,
+        )
+
+
+CALLS = {
+    "bf16": Shape(gradients=(True, True, True, True)),
+    "int64": Shape(index_dtype=torch.int64, packed=True, gradients=(True, True, True, True)),
+    "fp16": Shape(torch.float16, torch.int64, sink_dtype=None),
+    "window": Shape(sink_dtype=torch.bfloat16, slots=0),
+    "pool-only": Shape(gradients=(False, False, True, False)),
+}
+
+
+def item_loop_carries(ttgir: str) -> list[int]:
+    """How many values each loop over items carries, in order.
+
+    Triton 3.6.0 drops a carried scalar whose one use is to bound an inner loop; every later
+    item would then repeat the first one's block count.
+    """
+    loops = [line for line in ttgir.splitlines() if "scf.for" in line]
+    types = [re.search(r"-> \((i32(?:, i32)*)\)", line) for line in loops]
+    return [found.group(1).count("i32") for found in types if found is not None]
+
+
+def main(names: list[str]) -> None:
+    driver.set_active(CompileOnlyDriver(90))
+    for name in names:
+        shape = CALLS[name]
+        call = shape.call()
+        bounds = token_bounds(call)
+        with compile_only(90) as session:
+            output, lse = hopper.forward(call, bounds)
+            if shape.gradients is not None:
+                hopper.backward(call, bounds, output, lse, output, shape.gradients)
+        for kernel, _, compiled in session.kernels:
+            if kernel not in ("forward_kernel", "backward_kernel"):
+                continue
+            ptx = compiled.asm["ptx"]
+            registers, spills, serialized = assemble(ptx, 90)
+            found = {
+                "kernel": kernel,
+                "shared": compiled.metadata.shared,
+                "registers": registers,
+                "spills": spills,
+                "serialized": serialized,
+                "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
+                "mma": len(re.findall(r"\bmma\.sync", ptx)),
+                "copies": len(re.findall(r"cp\.async\.c[ag]\.shared", ptx)),
+                "wide_copies": len(re.findall(r"cp\.async\.cg\.shared\.global.*, 0x10,", ptx)),
+                "vector_atomics": len(re.findall(r"\bred\.[\w.]*v4\.f32", ptx)),
+                "atomics": len(re.findall(r"\b(?:atom|red)\.(?!async)[\w.]*f32", ptx)),
+                "carries": item_loop_carries(compiled.asm["ttgir"]),
+            }
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

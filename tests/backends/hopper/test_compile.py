@@ -1,0 +1,80 @@
+"""The Hopper kernels compile for sm_90 as they must, on any machine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+SHARED_MEMORY = 232448
+SPILLS = 800
+"""Bytes of spill code, loads and stores; all of it outside the loops over key blocks or cheap."""
+
+
+def compiled(*names: str) -> list[dict[str, Any]]:
+    """What ``compile_kernels.py`` says of these calls' kernels, from a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    places = (ROOT, ROOT / "backends", HERE.parent / "triton")
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, places))
+    run = subprocess.run(
+        [sys.executable, HERE / "compile_kernels.py", *names],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> list[dict[str, Any]]:
+    return compiled("bf16", "int64", "fp16", "window")
+
+
+def of(kernels: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [kernel for kernel in kernels if kernel["kernel"] == name]
+
+
+def test_every_call_compiles(kernels: list[dict[str, Any]]) -> None:
+    assert len(of(kernels, "forward_kernel")) == 4
+    assert len(of(kernels, "backward_kernel")) == 2
+
+
+def test_they_fit_an_sm(kernels: list[dict[str, Any]]) -> None:
+    for kernel in kernels:
+        assert kernel["shared"] <= SHARED_MEMORY
+        assert kernel["registers"] <= 128  # 16 warps share 65536
+        assert kernel["spills"] <= SPILLS
+
+
+def test_matrix_products_are_asynchronous_wgmma(kernels: list[dict[str, Any]]) -> None:
+    for kernel in kernels:
+        assert kernel["wgmma"] > 0
+        assert kernel["mma"] == 0
+        assert not kernel["serialized"]
+
+
+def test_rows_are_copied_16_bytes_at_a_time(kernels: list[dict[str, Any]]) -> None:
+    for kernel in kernels:
+        assert kernel["copies"] > 0
+        assert kernel["wide_copies"] == kernel["copies"]
+
+
+def test_gradients_are_added_16_bytes_at_a_time(kernels: list[dict[str, Any]]) -> None:
+    for kernel in of(kernels, "backward_kernel"):
+        assert kernel["vector_atomics"] == kernel["atomics"] == 64
+
+
+def test_block_counts_are_carried_from_item_to_item(kernels: list[dict[str, Any]]) -> None:
+    for kernel in of(kernels, "forward_kernel"):
+        assert kernel["carries"] == [3, 3, 3, 3]  # block, item and block count in each role
+    for kernel in of(kernels, "backward_kernel"):
+        assert kernel["carries"] == [2, 2, 2, 2]  # block and item

@@ -1,0 +1,74 @@
+"""Which calls the Hopper kernels claim, and what is left to the portable ones."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from csa_backend_triton.hopper import supports_backward, supports_forward
+
+from csa_dispatch.call import Kind
+from csa_dispatch.call_spec import CallSpec
+
+ALL = (True, True, True, True)
+V4 = CallSpec(device_type="cuda", capability=90, needs_grad=ALL)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"kind": Kind.WINDOW, "pool": 0, "slots": 0},
+        {"heads": 128},
+        {"heads": 33},
+        {"window": 100, "slots": 70},
+        {"index_dtype": "int64"},
+        {"sink": "none"},
+        {"documents": "cu_seqlens"},
+        {"strides": "any"},
+        {"batch": 3},
+    ],
+)
+def test_v4_calls_on_hopper_are_taken(change: dict) -> None:
+    spec = V4._replace(**change)
+    assert supports_forward(spec)
+    assert supports_backward(spec)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"capability": 80},
+        {"capability": 100},
+        {"capability": None},
+        {"kind": Kind.DENSE},
+        {"head_dim": 256},
+        {"head_dim": 576},
+        {"kv_heads": 64},
+        {"dtype": "float32"},
+    ],
+)
+def test_other_calls_are_left_alone(change: dict) -> None:
+    spec = V4._replace(**change)
+    assert not supports_forward(spec)
+    assert not supports_backward(spec)
+
+
+def test_the_forward_of_few_heads_is_left_to_the_portable_kernel() -> None:
+    assert not supports_forward(V4._replace(heads=16))
+    assert supports_backward(V4._replace(heads=16))
+    assert supports_forward(V4._replace(heads=17))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "float16"},
+        {"deterministic": True},
+        {"needs_grad": (False, False, False, True)},
+        {"tokens": 300_000, "pool": 75_000},  # fp32 sums of 768 MB
+    ],
+)
+def test_backwards_it_cannot_run_leave_the_forward_alone(change: dict) -> None:
+    spec = V4._replace(**change)
+    assert supports_forward(spec)
+    assert not supports_backward(spec)
