@@ -99,18 +99,16 @@ def _stated(side: str, capabilities: Capabilities) -> Iterator[Finding]:
         faults += [f"does not allow {value!r}, which it calls inside" for value in missing]
         yield Finding(what, "; ".join(faults))
         yield Finding(f"{what} in words", "" if allowed.describe() else "is empty")
-    named = {*capabilities.bounds()}
     for predicate in capabilities.predicates:
+        what = f"{side} {predicate.__name__}"
         documented = bool((predicate.__doc__ or "").strip())
-        yield Finding(f"{side} {predicate.__name__}", "" if documented else "has no docstring")
+        yield Finding(what, "" if documented else "has no docstring")
         reason = predicate(CallSpec())
-        if reason is not None:
-            named.add(reason.field)
-            right = isinstance(reason, Reason) and all((reason.field, reason.required))
-            yield Finding(f"{side} {predicate.__name__}", "" if right else f"gives {reason!r}")
+        right = reason is None or isinstance(reason, Reason)
+        yield Finding(what, "" if right else f"gives {reason!r}, not a Reason or None")
     for field, _ in capabilities.remedies:
-        known = field in named or field in CallSpec._fields or capabilities.predicates
-        yield Finding(f"{side} remedy {field}", "" if known else "is for no bound")
+        bounded = field in capabilities.bounds()
+        yield Finding(f"{side} remedy of {field}", "" if bounded else "is for no bound")
 
 
 def _refusals(kit: Kit) -> Iterator[Finding]:

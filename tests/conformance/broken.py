@@ -216,6 +216,10 @@ class UndocumentedPredicate(Broken):
     forward_capabilities = Capabilities(predicates=(lambda spec: None,))
 
 
+class RemedyForNoBound(Broken):
+    forward_capabilities = Capabilities(remedies=(("head_dims", "Pad to 64."),))
+
+
 class NotesAreOneString(Broken):
     def notes(self, spec: CallSpec):
         return "copies everything"

@@ -10,6 +10,7 @@ from tests.conformance import broken
 
 EXPECTED = [
     (broken.WritesItsInputs, "inputs", "written to: query"),
+    (broken.WritesItsInputs, "operators", "OpCheckError"),
     (broken.WritesAndRestores, "inputs", "written to: local_kv"),
     (broken.WritesTheUpstreamGradient, "inputs", "written to: grad_output"),
     (broken.WritesTheSavedOutput, "inputs", "written to: output"),
@@ -32,6 +33,7 @@ EXPECTED = [
     (broken.ClaimsTooMuch, "refusals", "dtype=bfloat16: no bound refuses it"),
     (broken.CallsItsOwnValuesOutside, "statement", "allows 'float64', which it calls outside"),
     (broken.UndocumentedPredicate, "statement", "has no docstring"),
+    (broken.RemedyForNoBound, "statement", "remedy of head_dims: is for no bound"),
     (broken.NotesAreOneString, "statement", "not a tuple of str"),
     (broken.IsNotHere, "availability", "cannot run here"),
     (broken.RaisesInProbe, "availability", "ImportError: libcuda.so.1"),

@@ -53,6 +53,13 @@ def test_each_mutant_fails_the_check_about_its_fault(mutation):
     assert "Error" not in report.failures[0].message
 
 
+def test_field_cases_catch_the_mutant_that_stands_for_their_fault():
+    (mutation,) = [item for item in MUTATIONS if item.name == "validity by column"]
+    report = check_backend(PlainBackend(mutation), checks=["field_cases"])
+    assert [check.name for check in report.failures] == ["field_cases"]
+    assert "G01-float32: output" in report.failures[0].message
+
+
 def test_the_operation_without_a_fault_passes_everything():
     report = check_backend(PlainBackend())
     report.raise_if_failed()
