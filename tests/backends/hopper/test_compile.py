@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 SHARED_MEMORY = 232448
-SPILLS = 800
-"""Bytes of spill code, loads and stores; all of it outside the loops over key blocks or cheap."""
+SPILLS = 1600
+"""Bytes spilled, stores and loads: up to 600 with Triton 3.6, 1500 with 3.9, most once an item."""
 
 
 def compiled(*names: str) -> list[dict[str, Any]]:
