@@ -1,6 +1,6 @@
 """Eager PyTorch backend: the operation on any device, in bounded memory, meant to be read."""
 
-from .backend import EagerBackend
+from .plugin import EagerBackend
 
 __all__ = ["EagerBackend", "backend"]
 

@@ -1,7 +1,7 @@
 """Tiles: the pieces a call is cut into so that its working memory has a fixed bound.
 
 A tile is a run of query tokens of one or more batch entries, with all heads. Inside a tile,
-keys come in segments. Both are sized from ``WORKSPACE_BYTES``, whatever T, S, K and W are.
+keys come in segments. Both are sized from ``workspace_bytes``, whatever T, S, K and W are.
 """
 
 from __future__ import annotations
@@ -15,25 +15,36 @@ from torch import Tensor
 from csa_dispatch.call import Call
 
 WORKSPACE_BYTES = 32 * 2**20
-"""Bound on temporary memory of one forward or backward, in bytes.
+"""Bound on the temporary memory of one forward or backward on a CPU, in bytes.
 
-Beside it a call allocates what it returns, and in backward one accumulation-dtype buffer of
-the shape of each KV gradient asked for. One query token with one key is the least a tile can
-hold, so the bound assumes that 8 rows of ``[H, D]`` and 6 of ``[G, D]`` fit.
+Beside it a call allocates what it returns and, in the accumulation dtype, one gradient sum for
+each KV gradient asked for and one copy of ``sparse_kv`` if it gathers. One token and one key are
+the least a tile can hold: the bound assumes that 32 rows of ``[H, D]`` fit.
 """
 
-TILE_TOKENS = 256
-"""Most query tokens of a tile: more only spills caches."""
+ACCELERATOR_WORKSPACE_BYTES = 512 * 2**20
+"""The same on other devices, where small tiles would cost more in launches than they save."""
 
-_ROW_COPIES = 8  # query, grad_output, output, delta's product, grad_query and their casts
-_SLOT_BYTES = 32  # row, flat index and masks of a slot
-_SCORE_COPIES = 3  # scores, dP, and one temporary
-_KEY_COPIES = 4  # keys in their own and the accumulation dtype, mask, gradient rows
+TILE_TOKENS = 256
+"""Most query tokens of a tile."""
+
+_ROWS_SHARE = 4  # a tile's rows get this part of the workspace, one in so many
+_ROW_COPIES = 6  # query, grad_output, product, grad_query, and two for temporaries
+_SLOT_BYTES = 40  # row, place and masks of a slot
+_SCORE_COPIES = 3  # scores, their gradient, and a copy rounded to the value dtype
+_BIAS_COPIES = 4  # bias and the masks it is made from
+_KEY_COPIES = 4  # keys, their gradient, its overlap-added sum, and a temporary
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype sums are kept in: fp64 for fp64 inputs, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def workspace_bytes(call: Call) -> int:
+    """The bound on temporary memory on the call's device."""
+    on_cpu = call.query.device.type == "cpu"
+    return WORKSPACE_BYTES if on_cpu else ACCELERATOR_WORKSPACE_BYTES
 
 
 @dataclass(frozen=True)
@@ -73,12 +84,12 @@ class Tile:
 
 
 def tiles(call: Call) -> Iterator[Tile]:
-    """Cut a call into tiles whose per-token state takes at most a quarter of the workspace."""
+    """Cut a call into tiles whose rows take at most their share of the workspace."""
     batch, heads, tokens, head_dim = call.query.shape
     itemsize = accumulate_dtype(call.query.dtype).itemsize
     slots = 0 if call.kv_indices is None else call.kv_indices.shape[2]
     token_bytes = _ROW_COPIES * heads * head_dim * itemsize + _SLOT_BYTES * slots
-    affordable = WORKSPACE_BYTES // 4 // token_bytes
+    affordable = workspace_bytes(call) // _ROWS_SHARE // token_bytes
     most = max(1, min(affordable, TILE_TOKENS))
     block = min(most, block_tokens(call.sliding_window_size))
     if tokens <= most:  # short sequences: several batch entries a tile
@@ -111,9 +122,11 @@ def segment_keys(tile: Tile, call: Call, *, own_keys: bool) -> int:
     heads, head_dim = call.query.shape[1], call.query.shape[3]
     itemsize = accumulate_dtype(call.query.dtype).itemsize
     owners = tile.tokens if own_keys else tile.blocks
-    scores = _SCORE_COPIES * tile.tokens * heads
-    keys = _KEY_COPIES * owners * call.local_kv.shape[1] * head_dim
-    return max(1, WORKSPACE_BYTES * 3 // 4 // (tile.batches * (scores + keys) * itemsize))
+    kv_heads = call.local_kv.shape[1]
+    scores = tile.tokens * (_SCORE_COPIES * heads + _BIAS_COPIES * kv_heads)
+    keys = _KEY_COPIES * owners * kv_heads * head_dim
+    available = workspace_bytes(call) * (_ROWS_SHARE - 1) // _ROWS_SHARE
+    return max(1, available // (tile.batches * (scores + keys) * itemsize))
 
 
 def _spans(tokens: int, block: int, most: int) -> list[tuple[int, int, int]]:

@@ -34,17 +34,16 @@ class WindowBranch:
         if self.window == 0:
             return
         reach = self._reach(tile)
-        strip = self._strip(tile, reach)
-        finite = take_out_nonfinite(strip)
         length = reach + tile.block_tokens
         step = segment_keys(tile, self.call, own_keys=False)
         for first in range(0, length, step):
             width = min(step, length - first)
-            rows = slice(first, first + width + tile.tokens - tile.block_tokens)
-            keys = strip[:, :, rows].unfold(2, width, tile.block_tokens).transpose(-1, -2)
-            keys_finite = finite[:, :, rows].unfold(2, width, tile.block_tokens)
+            strip = self._strip(tile, first - reach, width)
+            finite = take_out_nonfinite(strip).unfold(2, width, tile.block_tokens)
             seen = self._seen(tile, first - reach, width)
-            yield Segment(keys, shared_bias(seen, keys_finite, None, strip.dtype), first)
+            bias = shared_bias(seen, finite, None, strip.dtype)
+            keys = strip.unfold(2, width, tile.block_tokens).transpose(-1, -2)
+            yield Segment(keys, bias, first)
 
     def sees_a_key(self, tile: Tile) -> Tensor:
         device = self.source.device
@@ -72,17 +71,20 @@ class WindowBranch:
         last_block = tile.first_token + (tile.blocks - 1) * tile.block_tokens
         return max(0, min(self.window - 1, last_block))
 
-    def _strip(self, tile: Tile, reach: int) -> Tensor:
-        """Rows ``first_token - reach .. `` of the tile, zeros before row 0; a copy."""
-        dtype = accumulate_dtype(self.source.dtype)
-        first = tile.first_token - reach
-        last = tile.first_token + tile.tokens
-        batches, kv_heads, _, head_dim = self.source[tile.batch_slice].shape
+    def _strip(self, tile: Tile, offset: int, width: int) -> Tensor:
+        """Copy the rows that the blocks' strips cover together; zeros outside ``0 .. T``.
+
+        The first block's strip is ``width`` rows from ``offset`` rows after the first token.
+        """
+        first = tile.first_token + offset
+        last = first + width + tile.tokens - tile.block_tokens
+        batches, kv_heads, length, head_dim = self.source[tile.batch_slice].shape
         shape = (batches, kv_heads, last - first, head_dim)
-        strip = self.workspace.empty("strip", shape, dtype)
-        padding = max(0, -first)
-        strip[:, :, :padding] = 0
-        strip[:, :, padding:] = self.source[tile.batch_slice, :, max(0, first) : last]
+        strip = self.workspace.empty("strip", shape, accumulate_dtype(self.source.dtype))
+        begin, end = min(max(0, first), last), max(min(last, length), first)
+        strip[:, :, : begin - first] = 0
+        strip[:, :, end - first :] = 0
+        strip[:, :, begin - first : end - first] = self.source[tile.batch_slice, :, begin:end]
         return strip
 
     def _positions(self, tile: Tile) -> Tensor:

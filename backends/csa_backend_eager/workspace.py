@@ -22,11 +22,10 @@ class Workspace:
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised contiguous tensor in the buffer ``name``, always of one dtype."""
         size = math.prod(shape)
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(size, dtype=dtype, device=self._device)
-            self._buffers[name] = buffer
-        return buffer[:size].view(shape)
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers.pop(name, None)  # before its successor is allocated
+            self._buffers[name] = torch.empty(size, dtype=dtype, device=self._device)
+        return self._buffers[name][:size].view(shape)
 
     def copy(self, name: str, source: Tensor, dtype: torch.dtype) -> Tensor:
         """A contiguous copy of ``source`` in ``dtype``."""
