@@ -31,9 +31,9 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     sink = None if call.attention_sink is None else dense(call.attention_sink.detach())
     with device_of(call.query):
         result, lse, *_ = entry_points().forward(
-            None,
-            None,
-            operands.table,
+            q=None,
+            k=None,
+            v=operands.table,
             qv=kernel_input(call.query.detach().transpose(1, 2)),
             softmax_scale=call.scale,
             learnable_sink=sink,

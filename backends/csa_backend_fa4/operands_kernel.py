@@ -30,6 +30,107 @@ TOKENS, ROWS = 16, 8
 SLOTS = 128
 
 
+@triton.jit
+def _write_slots(
+    KV_INDICES,
+    WINDOW_START,
+    POOL_START,
+    POOL_END,
+    INDICES,
+    index_batch,
+    index_token,
+    index_slot,
+    start_batch,
+    start_token,
+    pool_start_batch,
+    pool_start_token,
+    pool_end_batch,
+    pool_end_token,
+    batch_size,
+    tokens,
+    local_rows,
+    pool_rows,
+    window,
+    pool,
+    width,
+    program,
+    GATHER: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    POOLED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    chunks = width // SLOTS
+    flat = (program // chunks).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    column = (program % chunks) * SLOTS + tl.arange(0, SLOTS)
+    inside = flat < batch_size.to(tl.int64) * tokens
+    batch = flat // tokens
+    token = flat % tokens
+    first = tl.zeros([TOKENS], tl.int32)
+    start = tl.zeros([TOKENS], tl.int32)
+    length = tl.zeros([TOKENS], tl.int32) + pool_rows
+    if BOUNDED:
+        at = batch * start_batch + token * start_token
+        first = tl.maximum(tl.load(WINDOW_START + at, mask=inside, other=0), 0)
+        if POOLED:
+            at = batch * pool_start_batch + token * pool_start_token
+            start = tl.load(POOL_START + at, mask=inside, other=0)
+            at = batch * pool_end_batch + token * pool_end_token
+            length = tl.load(POOL_END + at, mask=inside, other=0) - start
+
+    row = token.to(tl.int32)[:, None] - (window - 1) + column[None, :]
+    slot = tl.where((column < window)[None, :] & (row >= first[:, None]), row, -1)
+    entry = column - window
+    in_pool = (entry >= 0) & (entry < pool)
+    if GATHER:
+        place = (batch * index_batch + token * index_token)[:, None]
+        place += entry.to(tl.int64)[None, :] * index_slot
+        chosen = tl.load(KV_INDICES + place, mask=inside[:, None] & in_pool[None, :], other=-1)
+    else:
+        chosen = tl.where(in_pool, entry, -1)[None, :]
+    used = (chosen >= 0) & (chosen < length[:, None])
+    row = tl.where(used, chosen, 0).to(tl.int32) + start[:, None] + local_rows
+    slot = tl.where(used, row, slot)
+    target = INDICES + flat[:, None] * width + column[None, :]
+    tl.store(target, slot, mask=inside[:, None])
+
+
+@triton.jit
+def _copy_rows(
+    LOCAL,
+    SPARSE,
+    TABLE,
+    local_batch,
+    local_row,
+    local_column,
+    sparse_batch,
+    sparse_row,
+    sparse_column,
+    batch_size,
+    local_rows,
+    pool_rows,
+    program,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
+    rows = local_rows + pool_rows
+    flat = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = flat < batch_size.to(tl.int64) * rows
+    batch = flat // rows
+    row = flat % rows
+    column = tl.arange(0, D)
+    is_local = inside & (row < local_rows)
+    is_sparse = inside & (row >= local_rows)
+    place = (batch * local_batch + row * local_row)[:, None]
+    place += column.to(tl.int64)[None, :] * local_column
+    local = tl.load(LOCAL + place, mask=is_local[:, None], other=0)
+    place = (batch * sparse_batch + (row - local_rows) * sparse_row)[:, None]
+    place += column.to(tl.int64)[None, :] * sparse_column
+    sparse = tl.load(SPARSE + place, mask=is_sparse[:, None], other=0)
+    target = TABLE + flat[:, None] * D + column[None, :]
+    tl.store(target, tl.where(is_local[:, None], local, sparse), mask=inside[:, None])
+
+
 # Sizes that change from call to call must not compile the kernel anew.
 @triton.jit(
     do_not_specialize=["batch_size", "tokens", "local_rows", "pool_rows", "index_programs"]
@@ -76,56 +177,53 @@ def operands_kernel(
 ):
     program = tl.program_id(0)
     if program < index_programs:
-        chunks = width // SLOTS
-        flat = (program // chunks).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-        column = (program % chunks) * SLOTS + tl.arange(0, SLOTS)
-        inside = flat < batch_size.to(tl.int64) * tokens
-        batch = flat // tokens
-        token = (flat % tokens).to(tl.int32)
-        first = tl.zeros([TOKENS], tl.int32)
-        start = tl.zeros([TOKENS], tl.int32)
-        length = tl.zeros([TOKENS], tl.int32) + pool_rows
-        if BOUNDED:
-            at = batch * start_batch + token.to(tl.int64) * start_token
-            first = tl.maximum(tl.load(WINDOW_START + at, mask=inside, other=0), 0)
-            if POOLED:
-                at = batch * pool_start_batch + token.to(tl.int64) * pool_start_token
-                start = tl.load(POOL_START + at, mask=inside, other=0)
-                at = batch * pool_end_batch + token.to(tl.int64) * pool_end_token
-                length = tl.load(POOL_END + at, mask=inside, other=0) - start
-
-        row = token[:, None] - (window - 1) + column[None, :]
-        slot = tl.where((column < window)[None, :] & (row >= first[:, None]), row, -1)
-        entry = column - window
-        in_pool = (entry >= 0) & (entry < pool)
-        if GATHER:
-            place = batch * index_batch + token.to(tl.int64) * index_token
-            place = place[:, None] + entry.to(tl.int64)[None, :] * index_slot
-            chosen = tl.load(KV_INDICES + place, mask=inside[:, None] & in_pool[None, :], other=-1)
-        else:
-            chosen = tl.where(in_pool[None, :], entry[None, :], -1)
-        used = (chosen >= 0) & (chosen < length[:, None])
-        row = tl.where(used, chosen, 0).to(tl.int32) + start[:, None] + local_rows
-        slot = tl.where(used, row, slot)
-        target = INDICES + flat[:, None] * width + column[None, :]
-        tl.store(target, slot, mask=inside[:, None])
+        _write_slots(
+            KV_INDICES,
+            WINDOW_START,
+            POOL_START,
+            POOL_END,
+            INDICES,
+            index_batch,
+            index_token,
+            index_slot,
+            start_batch,
+            start_token,
+            pool_start_batch,
+            pool_start_token,
+            pool_end_batch,
+            pool_end_token,
+            batch_size,
+            tokens,
+            local_rows,
+            pool_rows,
+            window,
+            pool,
+            width,
+            program,
+            GATHER,
+            BOUNDED,
+            POOLED,
+            TOKENS,
+            SLOTS,
+        )
     else:
-        rows = local_rows + pool_rows
-        flat = (program - index_programs).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        inside = flat < batch_size.to(tl.int64) * rows
-        batch = flat // rows
-        row = flat % rows
-        column = tl.arange(0, D)
-        is_local = inside & (row < local_rows)
-        is_sparse = inside & (row >= local_rows)
-        place = (batch * local_batch + row * local_row)[:, None]
-        place += column.to(tl.int64)[None, :] * local_column
-        value = tl.load(LOCAL + place, mask=is_local[:, None], other=0)
-        place = (batch * sparse_batch + (row - local_rows) * sparse_row)[:, None]
-        place += column.to(tl.int64)[None, :] * sparse_column
-        other = tl.load(SPARSE + place, mask=is_sparse[:, None], other=0)
-        target = TABLE + flat[:, None] * D + column[None, :]
-        tl.store(target, tl.where(is_local[:, None], value, other), mask=inside[:, None])
+        _copy_rows(
+            LOCAL,
+            SPARSE,
+            TABLE,
+            local_batch,
+            local_row,
+            local_column,
+            sparse_batch,
+            sparse_row,
+            sparse_column,
+            batch_size,
+            local_rows,
+            pool_rows,
+            program - index_programs,
+            ROWS,
+            D,
+        )
 
 
 def write_operands(call: Call, layout: Layout, bounds: TokenBounds | None) -> Operands:

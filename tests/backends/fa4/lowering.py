@@ -5,7 +5,8 @@ Run as a program, a process per architecture (flash-attn-4 reads the target on i
     python lowering.py sm_100a [CALL ...]
 
 It prints one JSON line for each call of ``CALLS`` (all of them by default): the kernels compiled
-for it that no earlier call had compiled, and the shapes and dtypes of what came back.
+for it that no earlier call had compiled, and the shapes and dtypes of what came back. The name
+"operands" stands for our own Triton kernel.
 
 Fake tensors stand for the data. Under them flash-attn-4 compiles for CUTE_DSL_ARCH and launches
 nothing. A CPU build of torch has no guard for CUDA devices and lends fake CUDA tensors that of
@@ -21,6 +22,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,7 +87,7 @@ class Kernel(NamedTuple):
         target: of its PTX.
         multiprocessor: SM number in its ELF header.
         tensor_core: ``tcgen05.mma`` instructions in its PTX.
-        seconds: it took to compile.
+        seconds: CPU time it took to compile.
     """
 
     name: str
@@ -93,6 +95,15 @@ class Kernel(NamedTuple):
     multiprocessor: int
     tensor_core: int
     seconds: float
+
+
+def examine(name: str, ptx: str, cubin: bytes, seconds: float) -> Kernel:
+    """What a kernel's PTX and machine code say of themselves."""
+    assert cubin[:4] == b"\x7fELF"
+    (target,) = re.findall(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
+    flags = int.from_bytes(cubin[48:52], "little")
+    tensor_core = ptx.count("tcgen05.mma")
+    return Kernel(name, target, flags >> 8 & 0xFF, tensor_core, round(seconds, 1))
 
 
 class Compilations:
@@ -106,16 +117,11 @@ class Compilations:
         return getattr(self._cute, name)
 
     def compile(self, kernel: Any, *arguments: Any, **options: Any) -> Any:
-        start = time.perf_counter()
+        start = time.process_time()
         compiled = self._cute.compile(kernel, *arguments, **options)
-        seconds = time.perf_counter() - start
-        ptx, cubin = compiled.__ptx__, compiled.__cubin__
-        assert cubin[:4] == b"\x7fELF"
-        (target,) = re.findall(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
-        flags = int.from_bytes(cubin[48:52], "little")
-        name = type(kernel).__name__
+        seconds = time.process_time() - start
         self.kernels.append(
-            Kernel(name, target, flags >> 8 & 0xFF, ptx.count("tcgen05.mma"), round(seconds, 1))
+            examine(type(kernel).__name__, compiled.__ptx__, compiled.__cubin__, seconds)
         )
         return compiled
 
@@ -180,6 +186,32 @@ def lower(shape: Shape, compilations: Compilations) -> dict[str, Any]:
     }
 
 
+def lower_operands(arch: str) -> Iterator[Kernel]:
+    """Our own kernel, for each width of the caller's slots and without any."""
+    import triton
+    from csa_backend_fa4.operands_kernel import ROWS, SLOTS, TOKENS, operands_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    capability = int(arch[3:-1])
+    pointers = {"KV_INDICES": "*i32", "LOCAL": "*i16", "SPARSE": "*i16", "TABLE": "*i16"}
+    pointers |= dict.fromkeys(("WINDOW_START", "POOL_START", "POOL_END", "INDICES"), "*i32")
+    sizes = {"TOKENS": TOKENS, "SLOTS": SLOTS, "ROWS": ROWS, "D": 512, "POOLED": True}
+    for slots, gather, bounded in (
+        ("*i32", True, False),
+        ("*i64", True, True),
+        ("*i32", False, True),
+    ):
+        constants = {**sizes, "GATHER": gather, "BOUNDED": bounded}
+        types = {**pointers, "KV_INDICES": slots, **dict.fromkeys(constants, "constexpr")}
+        signature = {name: types.get(name, "i32") for name in operands_kernel.arg_names}
+        source = ASTSource(operands_kernel, signature, constants)
+        start = time.process_time()
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+        seconds = time.process_time() - start
+        yield examine("operands_kernel", compiled.asm["ptx"], compiled.asm["cubin"], seconds)
+
+
 def main(arguments: list[str]) -> None:
     arch, *names = arguments
     choose_target(arch)
@@ -189,7 +221,11 @@ def main(arguments: list[str]) -> None:
 
     compilations = Compilations(cutlass.cute)
     interface.cute = compilations
-    for name in names or CALLS:
+    for name in names or ("operands", *CALLS):
+        if name == "operands":
+            kernels = [kernel._asdict() for kernel in lower_operands(arch)]
+            print(json.dumps({"call": name, "kernels": kernels}), flush=True)
+            continue
         print(json.dumps({"call": name, **lower(CALLS[name], compilations)}), flush=True)
 
 

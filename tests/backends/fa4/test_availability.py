@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from csa_backend_fa4.entry_points import BACKWARD, FORWARD, REQUIRED, availabili
 
 import csa_dispatch
 from csa_dispatch import CallSpec
+from tests.backends.fa4.documented import Recorder
 
 NEW_IN_B32 = {"recompute_p", "token_chunk", "gather_bwd_recompute_p"}
 NEW_IN_B33 = {"o_lo"}
@@ -63,6 +65,11 @@ def test_an_older_version_is_refused_by_what_it_lacks(installed, without, missin
     assert reason.remedy == "pip install 'csa-dispatch[fa4]'"
 
 
+def test_the_stand_in_takes_exactly_what_is_probed_for():
+    for function, name in ((Recorder.forward, FORWARD), (Recorder.backward, BACKWARD)):
+        assert set(inspect.signature(function).parameters) - {"self"} == REQUIRED[name]
+
+
 def test_a_package_without_the_entry_points_is_refused(installed):
     installed("x = 1\n")
     reason = availability().reason
@@ -96,10 +103,11 @@ def test_absence_is_a_reason(monkeypatch: pytest.MonkeyPatch):
 def test_importing_and_probing_load_neither_flash_attn_nor_triton():
     code = """
 import sys, json, torch
+before = set(sys.modules)
 from csa_backend_fa4 import backend
 backend.probe()
-loaded = {name.split(".")[0] for name in sys.modules}
-print(json.dumps(sorted(loaded & {"flash_attn", "triton", "cutlass", "quack", "cuda"})))
+loaded = {name.split(".")[0] for name in set(sys.modules) - before}
+print(json.dumps(sorted(loaded & {"flash_attn", "triton", "cutlass", "quack", "tvm_ffi"})))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
