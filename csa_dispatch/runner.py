@@ -17,6 +17,7 @@ from .reasons import BackendRefused, Reason
 from .receipts import Counter
 from .registry import backends
 from .routing import Decision, route
+from .transforms import outside_autocast
 
 CACHE_SIZE = 4096
 
@@ -46,7 +47,8 @@ class Runner:
         """Run the forward; an error of the backend is the caller's to see, never retried."""
         if torch.is_deterministic_algorithms_warn_only_enabled():
             self._warn_if_not_deterministic(self._forward, "forward")
-        result = self._forward.forward(call)
+        with outside_autocast(self.decision.spec.device_type):
+            result = self._forward.forward(call)
         self._forward_ran.bump()
         return result
 
@@ -69,7 +71,8 @@ class Runner:
             self._require_deterministic(self._backward)
         elif torch.is_deterministic_algorithms_warn_only_enabled():
             self._warn_if_not_deterministic(self._backward, "backward")
-        gradients = self._backward.backward(call, output, lse, grad_output, needs)
+        with outside_autocast(self.decision.spec.device_type):
+            gradients = self._backward.backward(call, output, lse, grad_output, needs)
         self._backward_ran.bump()
         return gradients
 

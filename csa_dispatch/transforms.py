@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch.autograd import forward_ad
 
@@ -11,6 +13,19 @@ _REFUSED = {
     "Grad": "torch.func.grad, vjp and jacrev",
     "Jvp": "torch.func.jvp and jacfwd",
 }
+
+
+_NOTHING = nullcontext()
+
+
+def outside_autocast(device_type: str) -> AbstractContextManager[object]:
+    """A block in which autocast is off: a backend's fp32 accumulation stays in fp32.
+
+    ``attention()`` has cast the inputs by then; what a backend computes is its own affair.
+    """
+    if not any_autocast() or not torch.amp.is_autocast_available(device_type):
+        return _NOTHING
+    return torch.autocast(device_type, enabled=False)
 
 
 def transforms_active() -> bool:
