@@ -60,6 +60,7 @@ def _bar(console: Console, name: str) -> Bar:
 def training(console: Console, config: TrainConfig) -> Iterator[Progress]:
     """A progress bar with the losses; a line for every held-out measurement."""
     smooth, held_out = 0.0, float("nan")
+    mark = "▪" if console.encoding.startswith("utf") else "#"
     with _bar(console, "train") as bar:
         task = bar.add_task("", total=config.steps)
 
@@ -73,7 +74,7 @@ def training(console: Console, config: TrainConfig) -> Iterator[Progress]:
             nonlocal held_out
             held_out = found.loss
             line = f"step {found.step:>4}  held-out {held_out:.3f} bits/byte  "
-            console.print(Text(line) + Text("▪" * round(held_out * 4), style="blue"))
+            console.print(Text(line) + Text(mark * round(held_out * 4), style="blue"))
 
         yield Progress(step, measure)
 
@@ -173,7 +174,7 @@ def _parity_table(results: DemoResults) -> RenderableType:
 
 def _cell_columns(cell: Cell | None) -> tuple[RenderableType, RenderableType, RenderableType]:
     if cell is None:
-        return Text("·", style="dim"), Text("·", style="dim"), Text("·", style="dim")
+        return Text("-", style="dim"), Text("-", style="dim"), Text("-", style="dim")
     if not cell.verdicts:
         return Text("failed", style="bold red"), "", ""
     style = "bold red" if cell.status == "fail" else "green"
@@ -187,7 +188,7 @@ def _mass_table(masses: Sequence[AttentionMass]) -> RenderableType:
     for name in ("window", "selected", "sink", "picks: recall (chance)"):
         table.add_column(name, justify="right")
     for mass in masses:
-        recall = "·"
+        recall = "-"
         if mass.recall is not None and mass.chance is not None:
             recall = f"{mass.recall:.0%} ({mass.chance:.0%})"
         shares = (f"{share:.1%}" for share in (mass.window, mass.selected, mass.sink))
