@@ -6,16 +6,28 @@ the float64 oracle.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from csa_backend_fa4 import FA4Backend, backend
 from csa_backend_fa4.backward import BLOCK, SMALLEST_CHUNK, token_chunk
 from csa_backend_fa4.operands import build_operands
+from torch import Tensor
 
-from csa_dispatch.call import Kind
-from csa_dispatch.testing import Case, backend_run, build, cases_for, check_case, to_call
+from csa_dispatch import ANY, Backend, Kind
+from csa_dispatch.testing import (
+    Case,
+    attend,
+    attention_run,
+    backend_run,
+    build,
+    cases_for,
+    check_case,
+    to_call,
+)
 from tests.backends.fa4.documented import Recorder
 
 SMALL = {
@@ -85,6 +97,49 @@ def test_backward_takes_another_forward_s_output_and_lse(kernels: Recorder):
     result = check_case(case, backend_run(eager, backend))
     assert result.status == "pass", result.message
     assert not kernels.forwards
+
+
+class OnAnyDevice(FA4Backend):
+    """The backend without the claims that keep it off this machine."""
+
+    name = "fa4_on_any_device"
+    forward_capabilities = dataclasses.replace(
+        FA4Backend.forward_capabilities, device_type=ANY, capability=ANY
+    )
+    backward_capabilities = dataclasses.replace(
+        FA4Backend.backward_capabilities, device_type=ANY, capability=ANY
+    )
+
+
+def test_autograd_reaches_it_and_asks_the_kernels_to_keep_nothing(
+    kernels: Recorder, registered: Callable[[Backend], Backend]
+):
+    name = registered(OnAnyDevice()).name
+    case = Case(head_dim=512, dtype="bfloat16", tokens=9, batch=2)
+    result = check_case(case, attention_run(name, layout="BSHD"))
+    assert result.status == "pass", result.message
+    assert [call["query"].requires_grad for call in kernels.forwards] == [False]
+
+
+def test_compiled_calls_run_it_as_eager_ones_do(
+    kernels: Recorder, registered: Callable[[Backend], Backend]
+):
+    name = registered(OnAnyDevice()).name
+    inputs = build(Case(head_dim=512, dtype="bfloat16", tokens=9, documents="cu_seqlens"))
+    leaves = [inputs.query, inputs.local_kv, inputs.sparse_kv, inputs.attention_sink]
+
+    def step() -> tuple[Tensor, ...]:
+        output, lse = attend(inputs, backend=name)
+        return output, lse, *torch.autograd.grad(output, leaves, inputs.grad_output)
+
+    def compiled() -> tuple[Tensor, Tensor]:
+        return attend(inputs, backend=name)
+
+    output, lse = torch.compile(compiled, backend="aot_eager", fullgraph=True)()
+    found = (output, lse, *torch.autograd.grad(output, leaves, inputs.grad_output))
+    assert (len(kernels.forwards), len(kernels.backwards)) == (1, 1)
+    for one, other in zip(found, step(), strict=True):
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
 def test_inputs_that_the_kernels_can_address_are_not_copied(kernels: Recorder):
