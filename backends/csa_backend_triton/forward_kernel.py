@@ -76,7 +76,7 @@ def attend(
     return m_new, total, acc0, acc1
 
 
-@triton.jit(do_not_specialize=["tokens", "pool_rows", "slots", "window"])
+@triton.jit(do_not_specialize=["tokens", "pool_rows", "window"])
 def forward_kernel(
     QUERY,
     LOCAL,
@@ -179,7 +179,8 @@ def forward_kernel(
         pool = POOL + batch64 * p_b + kv_head * p_g
         used_end = last_used_slot(indices, i_k, slots, span, SCAN)
         for at in tl.range(0, used_end, KEYS, num_stages=STAGES):
-            row, used = load_slots(indices, i_k, at + lane, slots, span, start)
+            slot = at + lane
+            row, used = load_slots(indices, i_k, slot, slot < slots, span, start)
             m, total, acc0, acc1 = attend(
                 q0, q1, pool, row * p_s, used, used[None, :],
                 m, total, acc0, acc1, scale_log2, D, D0, D1, False,

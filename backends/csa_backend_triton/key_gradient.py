@@ -42,10 +42,8 @@ def _gradient(upstream: Upstream, kv: Tensor, dense: bool, tile: Tile | None) ->
         tile = key_gradient_tile(capability_of(query), head_dim, operands.is_float32)
     key_blocks = -(-rows // tile.keys)
     programs = batch * kv_heads * key_blocks
-    parts = min(
-        -(-programs_to_fill(query) // max(programs, 1)),
-        max(PARTIAL_BYTES // max(kv.numel() * 4, 1), 1),
-    )
+    room = PARTIAL_BYTES // max(kv.numel() * 4, 1)
+    parts = max(min(programs_to_fill(query) // max(programs, 1), room), 1)
     # One part writes the gradient itself.
     grad = _like(kv)
     target = grad
@@ -77,6 +75,7 @@ def _gradient(upstream: Upstream, kv: Tensor, dense: bool, tile: Tile | None) ->
             call.scale,
         ),
         warps=tile.warps,
+        registers=tile.registers,
         DENSE=dense,
         BOUNDED=operands.bounds is not None,
         RANGE=upstream.is_float16,

@@ -70,7 +70,8 @@ def capability_of(tensor: Tensor) -> int:
 
 
 def programs_to_fill(tensor: Tensor) -> int:
-    """Programs wanted before work is cut finer: two a multiprocessor of the largest cards."""
+    """Most programs that run at once: work is cut into so many, since a few more would take a
+    second round. Two a multiprocessor of an H100."""
     return 264 if tensor.is_cuda or tensor.is_meta else 4
 
 
@@ -80,9 +81,16 @@ def launch(
     arguments: Sequence[Any],
     *,
     warps: int,
+    registers: int = 0,
     **constants: Any,
 ) -> None:
-    """Start (or, inside ``compile_only``, compile) ``kernel``; an empty grid starts nothing."""
+    """Start (or, inside ``compile_only``, compile) ``kernel``; an empty grid starts nothing.
+
+    ``registers`` caps a thread's registers, so that more blocks share a multiprocessor; 0 does
+    not.
+    """
+    if registers:
+        constants["maxnreg"] = registers
     session = _compilation.get()
     if session is not None:
         compiled = kernel.warmup(*arguments, grid=grid, num_warps=warps, **constants)

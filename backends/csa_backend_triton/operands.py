@@ -26,14 +26,18 @@ class HeadDim(NamedTuple):
 
 
 def split_head_dim(size: int) -> HeadDim:
-    """576 is 512 + 64, 80 is 64 + 16, 500 is 512, 40 is 64; parts are at least 16."""
-    first = 16
+    """576 is 512 + 64, 192 is 128 + 64, 500 is 512, 80 is 128; parts are at least 64.
+
+    Narrower parts would be right for any D but not on Hopper: Triton 3.6 reads a value tile of
+    16 or 32 columns (swizzled over less than 128 bytes) wrongly there.
+    """
+    first = 64
     while first * 2 <= size:
         first *= 2
     rest = size - first
     if rest <= 0:
         return HeadDim(size, first, 0)
-    second = 16
+    second = 64
     while second < rest:
         second *= 2
     return HeadDim(size, first, second) if second * 2 <= first else HeadDim(size, 2 * first, 0)

@@ -18,26 +18,41 @@ from .stored_scores import Stored
 from .tile_table import SlotTile, slot_rows_tile
 from .upstream import Upstream
 
+SORT_BYTES = 128 << 20
+"""Most that sorting may take; it is done before a chunk's buffers are."""
 
-def add_pool_rows(
-    upstream: Upstream,
-    stored: Stored,
-    total: Tensor,
-    first: int,
-    end: int,
-    atomic: bool,
-    tile: SlotTile | None = None,
-) -> None:
-    """Add the rows of flat tokens ``first .. end - 1`` to ``total``, ``[B, G, S, D]`` fp32."""
-    if atomic:
-        _slot_rows(upstream, stored, total, first, end, True, tile)
-        return
-    operands = upstream.operands
-    query = operands.call.query
-    shape = (end - first, operands.kv_heads, operands.slots, query.shape[3])
-    rows = query.new_empty(shape, dtype=stored.p.dtype)
-    _slot_rows(upstream, stored, rows, first, end, False, tile)
-    _add_in_order(operands, rows, total, first, end)
+SORT_BYTES_A_SLOT = 48
+"""Keys, positions and what torch's sort copies of both."""
+
+
+class PoolRows:
+    """The gradient of a gathered pool in the making, fp32 ``[B, G, S, D]``."""
+
+    def __init__(
+        self, upstream: Upstream, stored: Stored, atomic: bool, tile: SlotTile | None = None
+    ) -> None:
+        self._upstream, self._stored, self._tile = upstream, stored, tile
+        self._orders = None if atomic else SlotOrders(upstream.operands, stored.chunk)
+        pool = upstream.operands.pool
+        assert pool is not None
+        self.total = torch.zeros(pool.shape, dtype=torch.float32, device=pool.device)
+
+    def add(self, first: int, end: int) -> None:
+        """Add what the chunk of flat tokens ``first .. end - 1`` selected."""
+        if self._orders is None:
+            _slot_rows(self._upstream, self._stored, self.total, first, end, True, self._tile)
+            return
+        operands = self._upstream.operands
+        entry, pointers = self._orders.chunk(first)
+        query = operands.call.query
+        shape = (end - first, operands.kv_heads, operands.slots, query.shape[3])
+        rows = query.new_empty(shape, dtype=self._stored.p.dtype)
+        _slot_rows(self._upstream, self._stored, rows, first, end, False, self._tile)
+        _add_in_order(operands, rows, entry, pointers, self.total)
+
+    def gradient(self) -> Tensor:
+        """``[B, G, S, D]`` in the pool's dtype."""
+        return self.total.to(self._upstream.operands.call.query.dtype)
 
 
 def _slot_rows(
@@ -55,9 +70,7 @@ def _slot_rows(
     assert indices is not None
     head_dim = query.shape[3]
     if tile is None:
-        tile = slot_rows_tile(
-            capability_of(query), operands.group, head_dim, query.dtype != torch.bfloat16
-        )
+        tile = slot_rows_tile(capability_of(query), operands.group, head_dim, query.element_size())
     _, *pool_tables = operands.tables
     _, _, *pool_table_strides = operands.table_strides
     launch(
@@ -100,10 +113,13 @@ def _slot_rows(
     )
 
 
-def _add_in_order(operands: Operands, rows: Tensor, total: Tensor, first: int, end: int) -> None:
+def _add_in_order(
+    operands: Operands, rows: Tensor, entry: Tensor, pointers: Tensor, total: Tensor
+) -> None:
     batch, kv_heads, pool_rows, head_dim = total.shape
-    entry, pointers = slot_csr(operands, first, end)
-    columns = 128 if head_dim > 64 else 64
+    columns = 64
+    while columns < min(head_dim, 512):
+        columns *= 2
     launch(
         row_sum_kernel,
         (batch * pool_rows * -(-head_dim // columns), kv_heads),
@@ -111,35 +127,72 @@ def _add_in_order(operands: Operands, rows: Tensor, total: Tensor, first: int, e
         warps=4,
         D=head_dim,
         COLUMNS=columns,
-        ENTRIES=16,
+        ENTRIES=4096 // columns,
         STAGES=3,
     )
 
 
-def slot_csr(operands: Operands, first: int, end: int) -> tuple[Tensor, Tensor]:
-    """The slots of flat tokens ``first .. end - 1``, sorted by the pool row they chose.
+class SlotOrders:
+    """For each chunk of tokens, its slots in the order of the pool rows they chose.
+
+    Sorting costs a dozen launches, so many chunks are sorted at once.
+    """
+
+    def __init__(self, operands: Operands, chunk: int) -> None:
+        self._operands, self._tokens = operands, chunk
+        self._together = max(SORT_BYTES // (chunk * operands.slots * SORT_BYTES_A_SLOT), 1)
+        self._first = -1
+        self._sorted: tuple[Tensor, Tensor] | None = None
+
+    def chunk(self, first: int) -> tuple[Tensor, Tensor]:
+        """The order of the chunk that begins at flat token ``first``.
+
+        Returns:
+            entry: int32, see ``slot_order``.
+            pointers: int64 ``[B * S + 1]``, where each pool row's entries start.
+        """
+        index = first // self._tokens
+        group = index // self._together
+        if group != self._first:
+            self._first = group
+            self._sorted = None
+            self._sorted = slot_order(
+                self._operands, group * self._together * self._tokens, self._tokens, self._together
+            )
+        assert self._sorted is not None
+        entry, pointers = self._sorted
+        return entry, pointers[index % self._together]
+
+
+def slot_order(operands: Operands, first: int, chunk: int, chunks: int) -> tuple[Tensor, Tensor]:
+    """Sort the slots of up to ``chunks`` chunks of flat tokens that begin at ``first``.
 
     Returns:
-        entry: int64, positions ``(token - first) * K + slot``, stably sorted by chosen row,
-            unused slots last.
-        pointers: int64 ``[B * S + 1]``, where each row's entries start.
+        entry: int32, each slot's position ``token * K + slot`` within its own chunk, stably
+            sorted by chunk and chosen row, unused slots after a chunk's rows.
+        pointers: int64 ``[chunks, B * S + 1]``, where each row's entries start.
     """
     indices = operands.call.kv_indices
     assert indices is not None
     batch, tokens, slots = indices.shape
     pool_rows = operands.pool_rows
-    chunk = indices.reshape(batch * tokens, slots)[first:end]
-    place = torch.arange(first, end, device=indices.device) // tokens * pool_rows
+    end = min(first + chunk * chunks, batch * tokens)
+    flat = indices.reshape(batch * tokens, slots)[first:end]
+    token = torch.arange(first, end, device=indices.device)
+    row = token // tokens * pool_rows
     span: Tensor | int = pool_rows
     _, pool_start, pool_end = operands.tables
     if pool_start is not None and pool_end is not None:
         start = pool_start.reshape(-1)[first:end]
         span = (pool_end.reshape(-1)[first:end] - start)[:, None]
-        place = place + start
-    used = (chunk >= 0) & (chunk < span)
+        row = row + start
+    used = (flat >= 0) & (flat < span)
     all_rows = batch * pool_rows
-    key = torch.where(used, chunk + place[:, None], all_rows)
-    key = key.to(torch.int32 if all_rows < 2**31 else torch.int64).reshape(-1)
-    ordered, entry = torch.sort(key, stable=True)
-    row = torch.arange(all_rows + 1, device=key.device, dtype=key.dtype)
-    return entry, torch.searchsorted(ordered, row)
+    key = torch.where(used, flat + row[:, None], all_rows)
+    key = key + ((token - first) // chunk * (all_rows + 1))[:, None]
+    small = (all_rows + 1) * chunks < 2**31
+    key = key.to(torch.int32 if small else torch.int64).reshape(-1)
+    ordered, position = torch.sort(key, stable=True)
+    entry = (position % (chunk * slots)).to(torch.int32)
+    bounds = torch.arange((all_rows + 1) * chunks, device=key.device, dtype=key.dtype)
+    return entry, torch.searchsorted(ordered, bounds).view(chunks, all_rows + 1)

@@ -58,6 +58,7 @@ def forward(
             call.scale * LOG2_E,
         ),
         warps=tile.warps,
+        registers=tile.registers,
         KIND=call.kind.value,
         BOUNDED=bounds is not None,
         HAS_SINK=call.attention_sink is not None,

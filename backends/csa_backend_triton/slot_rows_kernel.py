@@ -17,9 +17,7 @@ from .head_sums import add_heads, load_heads, sound_heads
 from .tiles import load_slots, power_of_two, token_value
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "pool_rows", "slots", "first_token", "ring", "places", "skipped"]
-)
+@triton.jit(do_not_specialize=["tokens", "pool_rows", "first_token", "ring", "places", "skipped"])
 def slot_rows_kernel(
     QUERY,
     INDICES,
@@ -99,7 +97,8 @@ def slot_rows_kernel(
         do = load_heads(grad_out, head, do_h, column, do_d, sound, D)
 
     for at in tl.range(0, used_end, SLOTS, num_stages=STAGES):
-        row, used = load_slots(indices, i_k, at + lane, slots, span, start)
+        slot = at + lane
+        row, used = load_slots(indices, i_k, slot, slot < slots, span, start)
         slot_place = stored + (at + lane).to(tl.int64) * padded_heads
         acc = tl.zeros([SLOTS, COLUMNS], tl.float32)
         # P times 2**15 still fits fp16, hence the start of the running exponent.

@@ -7,10 +7,9 @@ blocks whose last reader is done.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from .pool_rows import add_pool_rows
+from .pool_rows import PoolRows
 from .stored_scores import WORKSPACE_BYTES, allocate
 from .tile_table import SlotTile, Tile, WindowTile
 from .upstream import Upstream, token_gradient
@@ -37,17 +36,14 @@ def stored_gradient(
     operands = upstream.operands
     batch, _, tokens, _ = operands.call.query.shape
     stored = allocate(operands, window, slots, deterministic, workspace)
-    total = None
-    if slots:
-        assert operands.pool is not None
-        total = torch.zeros(operands.pool.shape, dtype=torch.float32, device=operands.pool.device)
+    pool = PoolRows(upstream, stored, not deterministic, slot_tile) if slots else None
     rows = WindowRows(upstream, stored, window_tile) if window else None
     for first in range(0, batch * tokens, stored.chunk):
         end = min(first + stored.chunk, batch * tokens)
         token_gradient(upstream, grad_query, stored, first, end, token_tile)
-        if total is not None:
-            add_pool_rows(upstream, stored, total, first, end, not deterministic, slot_tile)
+        if pool is not None:
+            pool.add(first, end)
         if rows is not None:
             rows.advance(end)
-    grad_pool = None if total is None else total.to(operands.call.query.dtype)
-    return None if rows is None else rows.gradient(), grad_pool
+    grad_local = None if rows is None else rows.gradient()
+    return grad_local, None if pool is None else pool.gradient()

@@ -15,9 +15,6 @@ WORKSPACE_BYTES = 352 << 20
 WINDOW_KEYS = 64
 """Key rows of one program of ``window_rows_kernel``."""
 
-SORT_BYTES = 40
-"""Bytes a slot costs while its chunk is sorted: keys and int64 positions, in and out."""
-
 
 class Stored(NamedTuple):
     """P and dS of the tokens in work.
@@ -65,8 +62,8 @@ def allocate(
 ) -> Stored:
     """Buffers for chunks of equal length that fit ``workspace`` bytes if one token does.
 
-    A chunk's sorted rows (``pool_rows``) are reckoned in when ``deterministic``. The window's
-    scores are kept until the last token that reads a block of keys is done.
+    When ``deterministic``, so must a chunk's rows before they are summed (``pool_rows``). The
+    window's scores are kept until the last token that reads a block of keys is done.
     """
     query = operands.call.query
     batch, heads, tokens, head_dim = query.shape
@@ -77,7 +74,7 @@ def allocate(
     token_bytes = kept_bytes
     if slots and deterministic:
         row_bytes = operands.kv_heads * head_dim * dtype.itemsize
-        token_bytes += operands.slots * (row_bytes + SORT_BYTES)
+        token_bytes += operands.slots * row_bytes
     kept = operands.window + WINDOW_KEYS if window else 0
     room = max((workspace - kept * kept_bytes) // token_bytes, 1)
     chunks = -(-batch * tokens // room)

@@ -1,40 +1,49 @@
 """Tile sizes by architecture, direction, head dimension, rows and element size.
 
 A tile keeps its queries and its stages' keys in shared memory, and what a block of threads may
-use differs: 163 KB on SM80, 99 KB on SM86, 89 and 120, 227 KB on SM90, 100 and 103. Tables are
-data: ``{D class: {rows: (keys, warps, stages)}}``, the D class being the head dimension's upper
-bound. Hopper's figures were chosen by measurement on an H200 (docs/performance.md); the others
-by shared memory and registers alone. The compile tests build every entry for every
-architecture.
+use differs: 227 KB on SM90, 100 and 103 (where a product's operands need copies of their own),
+163 KB on SM80, 99 KB on SM86, 89 and 120. Tables are data: ``{D class: {rows: (keys, warps,
+stages, cap on registers if any)}}``, the D class being the head dimension's upper bound. Hopper's
+figures were chosen by measurement on an H200 (docs/performance.md), the others by shared memory
+and registers alone.
+The compile tests build every entry for every architecture.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-Table = dict[int, dict[int, tuple[int, int, int]]]
+Table = dict[int, dict[int, tuple[int, ...]]]
 
 
 class Tile(NamedTuple):
-    """Sizes of one program: query rows, keys (or slots) a step, warps, pipeline stages."""
+    """Sizes of one program: query rows, keys a step, warps, pipeline stages.
+
+    ``registers`` caps a thread's registers so that more programs share a multiprocessor; 0 sets
+    no cap.
+    """
 
     rows: int
     keys: int
     warps: int
     stages: int
+    registers: int = 0
 
 
-def memory_class(capability: int) -> str:
-    """The shared-memory class of a compute capability; unknown ones get the smallest."""
-    if capability in (90, 100, 103):
-        return "227 KB"
+def family(capability: int) -> str:
+    """The tables' name for a compute capability; unknown ones get the smallest tiles."""
+    if capability == 90:
+        return "hopper"
+    if capability in (100, 103):
+        return "blackwell"
     return "163 KB" if capability in (80, 87) else "99 KB"
 
 
 FORWARD: dict[str, Table] = {
-    "227 KB": {
+    "hopper": {
         64: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
-        128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
+        # Three programs a multiprocessor instead of two: the cap is worth a third at 64 rows.
+        128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3, 168)},
         256: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 8, 2)},
         512: {16: (64, 4, 2), 32: (64, 8, 2), 64: (64, 8, 2)},
         576: {16: (32, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
@@ -54,14 +63,18 @@ FORWARD: dict[str, Table] = {
         576: {16: (16, 4, 2), 32: (16, 4, 1)},
     },
 }
+FORWARD["blackwell"] = FORWARD["hopper"] | {
+    512: {16: (64, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
+    576: {16: (32, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
+}
 
 TOKEN_GRADIENT: dict[str, Table] = {
-    "227 KB": {
+    "hopper": {
         64: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
         128: {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 2)},
         256: {16: (32, 4, 2), 32: (32, 4, 2), 64: (64, 8, 2)},
-        512: {16: (32, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
-        576: {16: (32, 4, 2), 32: (16, 8, 2), 64: (16, 8, 2)},
+        512: {16: (32, 4, 2), 32: (32, 8, 2), 64: (64, 8, 1)},
+        576: {16: (32, 4, 2), 32: (16, 8, 2), 64: (32, 8, 1)},
     },
     "163 KB": {
         64: {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 2)},
@@ -78,10 +91,14 @@ TOKEN_GRADIENT: dict[str, Table] = {
         576: {16: (16, 4, 1)},
     },
 }
+TOKEN_GRADIENT["blackwell"] = TOKEN_GRADIENT["hopper"] | {
+    512: {16: (32, 4, 2), 32: (32, 8, 2), 64: (32, 8, 1)},
+    576: {16: (32, 4, 2), 32: (16, 8, 2), 64: (16, 8, 1)},
+}
 
 # Here ``rows`` are the queries a step and ``keys`` the key rows a program owns.
 KEY_GRADIENT: dict[str, Table] = {
-    "227 KB": {
+    "hopper": {
         64: {64: (64, 4, 2)},
         128: {64: (64, 4, 2)},
         256: {64: (64, 8, 1)},
@@ -103,6 +120,7 @@ KEY_GRADIENT: dict[str, Table] = {
         576: {16: (16, 8, 1)},
     },
 }
+KEY_GRADIENT["blackwell"] = KEY_GRADIENT["hopper"]
 
 # fp32 has no tensor-core form within its error budget: every product is fused multiply-adds.
 FLOAT32: dict[str, Table] = {
@@ -136,19 +154,19 @@ def _entry(table: Table, head_dim: int, rows: int) -> Tile:
 
 def forward_tile(capability: int, head_dim: int, rows: int, float32: bool) -> Tile:
     """Tile of ``forward_kernel`` for up to ``rows`` useful rows (heads, or heads and tokens)."""
-    table = FLOAT32["forward"] if float32 else FORWARD[memory_class(capability)]
+    table = FLOAT32["forward"] if float32 else FORWARD[family(capability)]
     return _entry(table, head_dim, rows)
 
 
 def token_gradient_tile(capability: int, head_dim: int, rows: int, float32: bool) -> Tile:
     """Tile of ``token_gradient_kernel``, chosen like the forward's."""
-    table = FLOAT32["token_gradient"] if float32 else TOKEN_GRADIENT[memory_class(capability)]
+    table = FLOAT32["token_gradient"] if float32 else TOKEN_GRADIENT[family(capability)]
     return _entry(table, head_dim, rows)
 
 
 def key_gradient_tile(capability: int, head_dim: int, float32: bool) -> Tile:
     """Tile of ``key_gradient_kernel``: ``rows`` queries a step, ``keys`` owned key rows."""
-    table = FLOAT32["key_gradient"] if float32 else KEY_GRADIENT[memory_class(capability)]
+    table = FLOAT32["key_gradient"] if float32 else KEY_GRADIENT[family(capability)]
     return _entry(table, head_dim, 16)
 
 
@@ -162,12 +180,14 @@ class SlotTile(NamedTuple):
     stages: int
 
 
-def slot_rows_tile(capability: int, group: int, head_dim: int, float32: bool) -> SlotTile:
-    """Tile of ``slot_rows_kernel``; ``float32`` is whether P and dS are kept in fp32."""
-    if float32:
+def slot_rows_tile(capability: int, group: int, head_dim: int, element: int) -> SlotTile:
+    """Tile of ``slot_rows_kernel`` for inputs of ``element`` bytes."""
+    if element == 4:
         return SlotTile(64, 16, 16, 4, 1)
-    widest = 128 if memory_class(capability) == "227 KB" else 64
-    heads = next(size for size in (16, 32, 64, 128) if size >= min(group, widest))
+    narrow = family(capability) in ("163 KB", "99 KB")
+    heads = next(size for size in (16, 32, 64, 128) if size >= min(group, 64 if narrow else 128))
+    if head_dim <= 128 and not narrow:
+        return SlotTile(64 if head_dim <= 64 else 128, heads, 32, 4, 3)
     return SlotTile(64 if head_dim <= 64 else 128, heads, 64, 4, 2)
 
 
@@ -180,11 +200,10 @@ class WindowTile(NamedTuple):
     stages: int
 
 
-def window_rows_tile(capability: int, group: int, head_dim: int, float32: bool) -> WindowTile:
-    """Tile of ``window_rows_kernel``; ``float32`` is whether P and dS are kept in fp32."""
-    if float32:
+def window_rows_tile(capability: int, group: int, head_dim: int, element: int) -> WindowTile:
+    """Tile of ``window_rows_kernel``, chosen like ``slot_rows_tile``."""
+    if element == 4:
         return WindowTile(64, 16, 4, 1)
     heads = next(size for size in (16, 32, 64) if size >= min(group, 64))
-    if memory_class(capability) == "227 KB" and head_dim > 128:
-        return WindowTile(256, heads, 8, 2)
-    return WindowTile(64 if head_dim <= 64 else 128, heads, 4, 2)
+    stages = 2 if family(capability) in ("163 KB", "99 KB") else 3
+    return WindowTile(64 if head_dim <= 64 else 128, heads, 4, stages)

@@ -13,6 +13,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
+WINDOW = tl.constexpr("window")
 GATHER = tl.constexpr("gather")
 DENSE = tl.constexpr("dense-compressed")
 
@@ -78,9 +79,9 @@ def last_used_slot(INDICES, stride_k, slots, span, SCAN: tl.constexpr):
 
 
 @triton.jit
-def load_slots(INDICES, stride_k, slot, slots, span, start):
-    """Pool rows (int64) of a block of slots, and which of them are used."""
-    index = tl.load(INDICES + slot.to(tl.int64) * stride_k, mask=slot < slots, other=-1)
+def load_slots(INDICES, stride_k, slot, inside, span, start):
+    """Pool rows (int64) of the slots that are ``inside``, and which of them are used."""
+    index = tl.load(INDICES + slot.to(tl.int64) * stride_k, mask=inside, other=-1)
     used = (index >= 0) & (index < span)
     return index.to(tl.int64) + start, used
 

@@ -20,6 +20,7 @@ from .tiles import (
     DENSE,
     GATHER,
     LOG2E,
+    WINDOW,
     finite_or_zero,
     fitting_exponent,
     last_used_slot,
@@ -100,9 +101,7 @@ def store_scores(P, DS, head, place, p, ds, valid, inside):
     tl.store(DS + target, ds.to(DS.dtype.element_ty), mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "pool_rows", "slots", "window", "first_program", "ring", "places"]
-)
+@triton.jit(do_not_specialize=["tokens", "pool_rows", "window", "first_program", "ring", "places"])
 def token_gradient_kernel(
     QUERY,
     LOCAL,
@@ -231,67 +230,82 @@ def token_gradient_kernel(
         exponent = tl.full([ROWS], 100, tl.int32)
         stored = ((batch64 * tokens + token64) % ring) * places * padded_heads + head64
 
+        # One loop walks the window's blocks and then the pool's: two would each keep the
+        # operands' descriptors in registers, which wide heads do not have.
+        local = LOCAL + batch64 * l_b + kv_head * l_g
+        begin = first
+        end = token + 1
+        if not SINGLE:
+            begin = tl.min(tl.where(valid, first, tokens))
+            end = tl.max(tl.where(valid, token, -1)) + 1
+        local_blocks = 0
         if NEED_QUERY or STORE_WINDOW:
-            local = LOCAL + batch64 * l_b + kv_head * l_g
-            if SINGLE:
-                begin = first
-                end = token + 1
-            else:
-                begin = tl.min(tl.where(valid, first, tokens))
-                end = tl.max(tl.where(valid, token, -1)) + 1
-            for at in tl.range(begin, end, KEYS, num_stages=STAGES):
-                key = at + lane
-                loaded = key < end
-                visible = loaded[None, :]
-                if not SINGLE:
-                    visible = (key[None, :] >= first[:, None]) & (key[None, :] <= token[:, None])
-                p, ds, exponent, acc0, acc1 = score_gradient(
-                    q0, q1, do0, do1, local, key.to(tl.int64) * l_t, loaded, visible,
-                    lse2, delta, exponent, acc0, acc1, scale, D, D0, D1,
-                    not SINGLE, NEED_QUERY, RANGE,
-                )  # fmt: skip
-                if STORE_WINDOW:
-                    place = (key - token + window - 1).to(tl.int64) * padded_heads
-                    store_scores(P, DS, stored, place, p, ds, valid, loaded)
-
+            local_blocks = tl.cdiv(tl.maximum(end - begin, 0), KEYS)
+        blocks = local_blocks
+        base = local
+        pool_begin = 0
+        pool_end = 0
         if KIND == GATHER and (NEED_QUERY or STORE_SLOTS):
-            pool = POOL + batch64 * p_b + kv_head * p_g
-            for at in tl.range(0, used_end, KEYS, num_stages=STAGES):
-                pool_row, used = load_slots(indices, i_k, at + lane, slots, span, start)
-                p, ds, exponent, acc0, acc1 = score_gradient(
-                    q0, q1, do0, do1, pool, pool_row * p_s, used, used[None, :],
-                    lse2, delta, exponent, acc0, acc1, scale, D, D0, D1,
-                    False, NEED_QUERY, RANGE,
-                )  # fmt: skip
-                if STORE_SLOTS:
-                    slot = at + lane
-                    place = slot
-                    if STORE_WINDOW:
-                        place = slot + window
-                    place = place.to(tl.int64) * padded_heads
-                    store_scores(P, DS, stored, place, p, ds, valid, slot < slots)
-            if STORE_SLOTS:
-                tl.store(USED_END + (batch64 * tokens + token64) % ring, used_end)
-
+            pool_end = used_end
         if KIND == DENSE and NEED_QUERY:
+            pool_begin = start
+            pool_end = stop
+            if not SINGLE:
+                pool_begin = tl.min(tl.where(valid & (start < stop), start, pool_rows))
+                pool_end = tl.max(tl.where(valid & (start < stop), stop, 0))
+        if KIND != WINDOW:
             pool = POOL + batch64 * p_b + kv_head * p_g
+            blocks += tl.cdiv(tl.maximum(pool_end - pool_begin, 0), KEYS)
+
+        for block in tl.range(0, blocks, num_stages=STAGES):
+            in_window = block < local_blocks
+            key = begin + block * KEYS + lane
+            offset = key.to(tl.int64) * l_t
+            loaded = key < end
+            if KIND != WINDOW:
+                base = tl.where(in_window, local, pool)
+                place = pool_begin + (block - local_blocks) * KEYS + lane
+                if KIND == GATHER:
+                    inside = (place >= 0) & (place < slots)
+                    pool_row, used = load_slots(indices, i_k, place, inside, span, start)
+                else:
+                    pool_row = place.to(tl.int64)
+                    used = place < pool_end
+                offset = tl.where(in_window, offset, pool_row * p_s)
+                loaded = tl.where(in_window, loaded, used)
             if SINGLE:
-                begin = start
-                end = stop
-            else:
-                begin = tl.min(tl.where(valid & (start < stop), start, pool_rows))
-                end = tl.max(tl.where(valid & (start < stop), stop, 0))
-            for at in tl.range(begin, end, KEYS, num_stages=STAGES):
-                key = at + lane
-                loaded = key < end
                 visible = loaded[None, :]
-                if not SINGLE:
-                    visible = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
-                p, ds, exponent, acc0, acc1 = score_gradient(
-                    q0, q1, do0, do1, pool, key.to(tl.int64) * p_s, loaded, visible,
-                    lse2, delta, exponent, acc0, acc1, scale, D, D0, D1,
-                    not SINGLE, True, RANGE,
-                )  # fmt: skip
+            else:
+                row_begin = first
+                row_end = token + 1
+                seen_key = key
+                if KIND == DENSE:
+                    row_begin = tl.where(in_window, first, start)
+                    row_end = tl.where(in_window, token + 1, stop)
+                    seen_key = tl.where(in_window, key, place)
+                visible = seen_key[None, :] >= row_begin[:, None]
+                visible = visible & (seen_key[None, :] < row_end[:, None])
+            p, ds, exponent, acc0, acc1 = score_gradient(
+                q0, q1, do0, do1, base, offset, loaded, visible,
+                lse2, delta, exponent, acc0, acc1, scale, D, D0, D1,
+                not SINGLE, NEED_QUERY, RANGE,
+            )  # fmt: skip
+            if STORE_WINDOW or STORE_SLOTS:
+                # The window's keys come first, then the slots.
+                target = key - token + window - 1
+                kept = key < end
+                if not STORE_WINDOW:
+                    target = place
+                    kept = inside
+                elif STORE_SLOTS:
+                    target = tl.where(in_window, target, window + place)
+                    kept = tl.where(in_window, kept, inside)
+                else:
+                    kept = kept & in_window
+                target = target.to(tl.int64) * padded_heads
+                store_scores(P, DS, stored, target, p, ds, valid, kept)
+        if STORE_SLOTS:
+            tl.store(USED_END + (batch64 * tokens + token64) % ring, used_end)
 
         if NEED_QUERY:
             if RANGE:

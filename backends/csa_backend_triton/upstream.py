@@ -96,6 +96,7 @@ def token_gradient(
             call.scale,
         ),
         warps=tile.warps,
+        registers=tile.registers,
         KIND=call.kind.value,
         BOUNDED=operands.bounds is not None,
         NEED_QUERY=grad_query is not None,

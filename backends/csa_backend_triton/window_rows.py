@@ -38,7 +38,7 @@ class WindowRows:
             capability_of(query),
             upstream.operands.group,
             head_dim,
-            query.dtype != torch.bfloat16,
+            query.element_size(),
         )
         self._blocks = -(-tokens // WINDOW_KEYS)
         self._done = 0
@@ -68,7 +68,7 @@ class WindowRows:
         tokens, head_dim = query.shape[2], query.shape[3]
         pieces = -(-head_dim // tile.columns)
         programs = (end - first) * pieces * operands.kv_heads
-        parts = min(-(-programs_to_fill(query) // programs), operands.window)
+        parts = max(min(programs_to_fill(query) // programs, operands.window), 1)
         target = self._rows[first:end]
         if parts > 1:
             target = query.new_empty((parts, *target.shape), dtype=torch.float32)

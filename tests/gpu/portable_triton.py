@@ -23,7 +23,7 @@ import torch
 from csa_backend_triton import key_gradient, sink_gradient
 from csa_backend_triton.launching import compile_only
 from csa_backend_triton.operands import operands_of
-from csa_backend_triton.pool_rows import add_pool_rows, slot_csr
+from csa_backend_triton.pool_rows import PoolRows, slot_order
 from csa_backend_triton.portable_backward import backward
 from csa_backend_triton.portable_forward import forward
 from csa_backend_triton.stored_scores import allocate
@@ -100,9 +100,12 @@ def draw(shape: Shape, device: str, seed: int = 0) -> tuple[Call, Tensor]:
             indices = torch.where(dice > 0.9, indices.roll(1, 1), indices)
             indices = torch.where(dice < 0.1, -1, indices)
             indices = torch.where((dice > 0.1) & (dice < 0.13), pool + 5, indices)
-            indices[indices == 3] = -1
+            # Packed documents end before the pool's last row.
+            unread = pool - 1 if shape.packed else 3
+            if not shape.packed:
+                indices[indices == unread] = -1
             assert sparse is not None
-            sparse[:, :, 3] = float("nan")
+            sparse[:, :, unread] = float("nan")
         indices = indices.to(torch.int32)[None].contiguous()
     ratio = shape.ratio if shape.kind == "dense" else None
     scale = head_dim**-0.5
@@ -277,13 +280,11 @@ def pieces(call: Call, upstream_grad: Tensor, piece: str, tile: Any) -> Callable
     token_gradient(upstream, grad_query, stored, 0, tokens)
     if piece == "window":
         return lambda: WindowRows(upstream, stored, tile).advance(tokens)
-    if piece == "csr":
-        return lambda: slot_csr(operands, 0, tokens)
-    total = torch.zeros(operands.pool.shape, dtype=torch.float32, device=query.device)
-    if piece == "slots":
-        return lambda: add_pool_rows(upstream, stored, total, 0, tokens, True, tile)
-    if piece == "slots-ordered":
-        return lambda: add_pool_rows(upstream, stored, total, 0, tokens, False, tile)
+    if piece == "order":
+        return lambda: slot_order(operands, 0, tokens, 1)
+    if piece in ("slots", "slots-ordered"):
+        rows = PoolRows(upstream, stored, piece == "slots", tile)
+        return lambda: rows.add(0, tokens)
     raise ValueError(piece)
 
 
@@ -321,7 +322,7 @@ BENCHES = (
     Bench("A", A, "token-all", (Tile(64, 32, 8, 2), Tile(64, 64, 8, 1), Tile(64, 32, 8, 1))),
     Bench("A", A, "slots", (SlotTile(128, 64, 64, 4, 2), SlotTile(256, 64, 64, 8, 2))),
     Bench("A", A, "slots-ordered", (SlotTile(128, 64, 64, 4, 2), SlotTile(256, 64, 64, 8, 2))),
-    Bench("A", A, "csr"),
+    Bench("A", A, "order"),
     Bench("A", A, "sink"),
     Bench("dense", SHAPES["dense"], "key", (Tile(64, 32, 8, 1), Tile(32, 64, 8, 2))),
     Bench("C", C, "backward"),
@@ -343,8 +344,10 @@ CHECKS = (
     ("H31 packed", A._replace(heads=31, tokens=1024, selection="messy", packed=True), True),
     ("window packed", WINDOW._replace(packed=True), False),
     ("window H5 D80", WINDOW._replace(heads=5, head_dim=80, packed=True), False),
+    ("window H5 D64", WINDOW._replace(heads=5, head_dim=64), False),
     ("dense packed", Shape("dense", tokens=2048, packed=True), False),
     ("dense H12 D576 fp16", Shape("dense", 1024, 12, 576, dtype="float16"), False),
+    ("dense H4 D96", Shape("dense", 1024, 4, 96), False),
 )
 
 
@@ -380,6 +383,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", default="")
     parser.add_argument("--skip", default="")
+    parser.add_argument("--check", default="", help="only checks whose name holds this")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=300.0, help="start nothing after this")
     arguments = parser.parse_args()
@@ -411,6 +415,8 @@ def main() -> None:
         report({"compiled": len(jobs)})
     if "shapes" not in skipped:
         for name, shape, deterministic in CHECKS:
+            if arguments.check not in name:
+                continue
             try:
                 report(check(name, shape, "cuda", deterministic))
             except Exception as error:

@@ -41,7 +41,7 @@ SHARED_LIMIT = {
 }
 """Shared memory one block of threads may use, by capability, in bytes."""
 
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class CompileOnlyDriver:
@@ -154,12 +154,14 @@ class Compiled(NamedTuple):
 def assemble(ptx: str, capability: int) -> tuple[int, int, bool]:
     """Registers, spilled bytes, and whether ptxas serialised the wgmma instructions."""
     suffix = "a" if capability >= 90 else ""
+    newer = TOOLS / "ptxas-blackwell"
+    ptxas = newer if capability >= 100 and newer.exists() else TOOLS / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         log = subprocess.run(
             [
-                PTXAS,
+                ptxas,
                 "-v",
                 f"-arch=sm_{capability}{suffix}",
                 source,
