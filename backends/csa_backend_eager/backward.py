@@ -81,17 +81,7 @@ def backward(
         if needs[0]:
             grad_rows = workspace.empty("grad_query", rows.query.shape, dtype).zero_()
         for branch, grad_key in zip(branches, grad_keys, strict=True):
-            if grad_rows is None and grad_key is None:
-                continue
-            for segment in branch.segments(tile):
-                probability, grad_score = _scores(rows, segment, call.scale, workspace)
-                if grad_rows is not None:
-                    add_scores_times_keys(grad_rows, grad_score, segment, call.scale)
-                if grad_key is not None:
-                    grad = workspace.empty("grad_keys", segment.keys.shape, dtype)
-                    scores_times_rows(grad, probability, rows.grad_output)
-                    add_scores_times_rows(grad, grad_score, rows.query, call.scale)
-                    branch.add_gradient(grad_key, tile, segment, grad, _tainted(rows, segment))
+            _differentiate(call, branch, tile, rows, (grad_rows, grad_key), workspace)
         if grad_query is not None and grad_rows is not None:
             fill_where(grad_rows, rows.tainted, torch.nan)
             tile.rows_of(grad_query, kv_heads).copy_(grad_rows)
@@ -129,6 +119,32 @@ def _load(call: Call, tile: Tile, saved: Saved, sees: Tensor, workspace: Workspa
         tainted,
         sink_terms,
     )
+
+
+def _differentiate(
+    call: Call,
+    branch: Branch,
+    tile: Tile,
+    rows: TileRows,
+    into: tuple[Tensor | None, KVGradient | None],
+    workspace: Workspace,
+) -> None:
+    """Add one branch's part to the gradients of a tile's query rows and of the branch's keys.
+
+    Either is None when it is not wanted.
+    """
+    grad_query, grad_key = into
+    if grad_query is None and grad_key is None:
+        return
+    for segment in branch.segments(tile):
+        probability, grad_score = _scores(rows, segment, call.scale, workspace)
+        if grad_query is not None:
+            add_scores_times_keys(grad_query, grad_score, segment, call.scale)
+        if grad_key is not None:
+            grad = workspace.empty("grad_keys", segment.keys.shape, rows.query.dtype)
+            scores_times_rows(grad, probability, rows.grad_output)
+            add_scores_times_rows(grad, grad_score, rows.query, call.scale)
+            branch.add_gradient(grad_key, tile, segment, grad, _tainted(rows, segment))
 
 
 def _scores(

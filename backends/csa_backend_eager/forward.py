@@ -27,18 +27,30 @@ def forward(call: Call, branches: list[Branch], workspace: Workspace) -> tuple[T
         values = workspace.empty("values", rows.shape, dtype).zero_()
         softmax = OnlineSoftmax(values, sink_of_rows(call, rows))
         for branch in branches:
-            for segment in branch.segments(tile):
-                logits = empty_scores(workspace, "scores", rows, segment)
-                logits.copy_(segment.bias.unsqueeze(-2))
-                add_rows_times_keys(logits, rows, segment, call.scale)
-                weights = softmax.weights(logits)
-                if query.dtype != dtype:  # as tensor cores take their operands
-                    weights.copy_(workspace.copy("rounded", weights, query.dtype))
-                add_scores_times_keys(values, weights, segment, 1.0)
+            _attend(call, branch, tile, rows, softmax, workspace)
         result, result_lse = softmax.finish(sees_a_key(branches, tile, query.device))
         tile.rows_of(output, kv_heads).copy_(result)
         tile.rows_of(lse, kv_heads).copy_(result_lse)
     return output, lse
+
+
+def _attend(
+    call: Call,
+    branch: Branch,
+    tile: Tile,
+    rows: Tensor,
+    softmax: OnlineSoftmax,
+    workspace: Workspace,
+) -> None:
+    """Take one branch's keys into the softmax of a tile's query rows."""
+    for segment in branch.segments(tile):
+        logits = empty_scores(workspace, "scores", rows, segment)
+        logits.copy_(segment.bias.unsqueeze(-2))
+        add_rows_times_keys(logits, rows, segment, call.scale)
+        weights = softmax.weights(logits)
+        if call.query.dtype != weights.dtype:  # as tensor cores take their operands
+            weights.copy_(workspace.copy("rounded", weights, call.query.dtype))
+        add_scores_times_keys(softmax.values, weights, segment, 1.0)
 
 
 def sink_of_rows(call: Call, rows: Tensor) -> Tensor:
