@@ -21,10 +21,12 @@ from csa_dispatch.testing import (
     Case,
     FieldCase,
     backend_run,
+    build,
     cases_for,
     check_case,
     check_field_case,
     field_cases,
+    to_call,
 )
 
 EAGER = csa_backend_eager.backend
@@ -46,6 +48,7 @@ NAN = claimed(content=("nan",))
 DETERMINISTIC = claimed(deterministic=(True,))
 # G30a needs 4 GiB of address space; tests/field_cases runs it where that is granted.
 FIELD = [case for case in field_cases() if not case.name.startswith("G30a")]
+META = claimed(content=("random",))
 SHORT = claimed(tokens=(9, 17), content=("messy", "nan"))
 LONG_WINDOW = claimed(window=(40, 200, 2**31), tokens=(150, 300), content=("messy", "nan"))
 
@@ -240,6 +243,21 @@ def test_gradients_not_asked_for_cost_no_products() -> None:
     )
     assert local + pool < full
     assert matmuls(call, (True, False, False, False)) < full
+
+
+@pytest.mark.parametrize("case", META, ids=names(META))
+def test_no_result_depends_on_reading_data_on_the_host(case: Case) -> None:
+    """Meta tensors have no data: a read, or a shape that depends on data, would raise."""
+    needs = case.needs_grad
+    real = to_call(build(case))
+    moved = {k: v.to("meta") for k, v in real._asdict().items() if isinstance(v, Tensor)}
+    call = real._replace(**moved)
+    output, lse = EAGER.forward(call)
+    gradients = EAGER.backward(call, output, lse, output, needs)
+    for name, gradient in zip(Gradients._fields, gradients, strict=True):
+        if gradient is not None:
+            assert gradient.shape == getattr(call, name).shape
+            assert gradient.dtype == getattr(call, name).dtype
 
 
 def test_an_autocast_around_the_call_changes_nothing() -> None:
