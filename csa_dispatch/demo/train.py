@@ -38,7 +38,7 @@ class TrainConfig:
     tokens: int = 256
     held_out_spans: int = 32
     evaluations: int = 10
-    learning_rate: float = 6e-3
+    learning_rate: float = 1e-2
     weight_decay: float = 0.05
     warm_up: int = 20
     clip: float = 1.0
