@@ -8,11 +8,11 @@ do): that is how shapes are warmed up and how all architectures are checked with
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +75,18 @@ def programs_to_fill(tensor: Tensor) -> int:
     return 264 if tensor.is_cuda or tensor.is_meta else 4
 
 
+class _Ready(NamedTuple):
+    """A compiled kernel and the values of its constants, in the order of its parameters."""
+
+    compiled: Any
+    constants: tuple[Any, ...]
+
+
+_ready: dict[tuple[Any, ...], _Ready] = {}
+READY_LIMIT = 8192
+"""Launches remembered; more shapes than that begin anew."""
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -88,6 +100,9 @@ def launch(
 
     ``registers`` caps a thread's registers, so that more blocks share a multiprocessor; 0 does
     not.
+
+    A launch like one before (same numbers, dtypes and alignments) starts the kernel that served
+    it. Triton would find that kernel too, but takes longer over it than small calls run.
     """
     if registers:
         constants["maxnreg"] = registers
@@ -99,6 +114,36 @@ def launch(
     if min(grid) == 0:
         return
     anchor = next(item for item in arguments if isinstance(item, Tensor))
-    guard: Callable[[Any], contextlib.AbstractContextManager[Any]] = torch.cuda.device
-    with guard(anchor.device) if anchor.is_cuda else contextlib.nullcontext():
+    if not anchor.is_cuda:
         kernel[grid](*arguments, num_warps=warps, **constants)
+    elif torch.cuda.current_device() == anchor.device.index:
+        _start(kernel, grid, arguments, warps, constants)
+    else:
+        with torch.cuda.device(anchor.device):
+            _start(kernel, grid, arguments, warps, constants)
+
+
+def _start(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: Sequence[Any],
+    warps: int,
+    constants: dict[str, Any],
+) -> None:
+    described = [
+        (item.dtype, item.data_ptr() % 16) if isinstance(item, Tensor) else item
+        for item in arguments
+    ]
+    device = torch.cuda.current_device()
+    key = (kernel, device, warps, tuple(constants.items()), tuple(described))
+    ready = _ready.get(key)
+    if ready is not None:
+        ready.compiled[(*grid, 1, 1)[:3]](*arguments, *ready.constants)
+        return
+    compiled = kernel[grid](*arguments, num_warps=warps, **constants)
+    rest = kernel.arg_names[len(arguments) :]
+    # An interpreted kernel is not compiled; one with defaults has values unknown here.
+    if compiled is not None and all(name in constants for name in rest):
+        if len(_ready) >= READY_LIMIT:
+            _ready.clear()
+        _ready[key] = _Ready(compiled, tuple(constants[name] for name in rest))

@@ -29,10 +29,12 @@ from csa_backend_triton.portable_forward import forward
 from csa_backend_triton.stored_scores import allocate
 from csa_backend_triton.tile_table import SlotTile, Tile, WindowTile
 from csa_backend_triton.upstream import Upstream, token_gradient
+from csa_backend_triton.warmup import meta_call
 from csa_backend_triton.window_rows import WindowRows
 from torch import Tensor
 
 from csa_dispatch.call import Call, Kind, token_bounds
+from csa_dispatch.call_spec import CallSpec
 
 ALL = (True, True, True, True)
 
@@ -115,28 +117,20 @@ def draw(shape: Shape, device: str, seed: int = 0) -> tuple[Call, Tensor]:
     return call, upstream
 
 
-def meta_call(shape: Shape) -> Call:
+def described(shape: Shape) -> CallSpec:
     """The call's metadata alone."""
-    with torch.device("meta"):
-        dtype = getattr(torch, shape.dtype)
-        query = torch.empty(1, shape.heads, shape.tokens, shape.head_dim, dtype=dtype)
-        local = torch.empty(1, 1, shape.tokens, shape.head_dim, dtype=dtype)
-        sparse = torch.empty(1, 1, shape.pool, shape.head_dim, dtype=dtype)
-        slots = torch.empty(1, shape.tokens, shape.slots, dtype=torch.int32)
-        offsets = torch.empty(5, dtype=torch.int32) if shape.packed else None
-        return Call(
-            query,
-            local,
-            None if shape.kind == "window" else sparse,
-            slots if shape.kind == "gather" else None,
-            torch.empty(shape.heads),
-            offsets,
-            None if shape.kind == "window" else offsets,
-            None,
-            shape.window,
-            shape.ratio if shape.kind == "dense" else None,
-            shape.head_dim**-0.5,
-        )
+    return CallSpec(
+        kind=Kind.DENSE if shape.kind == "dense" else Kind(shape.kind),
+        dtype=shape.dtype,
+        heads=shape.heads,
+        tokens=shape.tokens,
+        head_dim=shape.head_dim,
+        pool=shape.pool,
+        slots=shape.slots,
+        window=shape.window,
+        compress_ratio=shape.ratio if shape.kind == "dense" else 0,
+        documents="cu_seqlens" if shape.packed else "none",
+    )
 
 
 def visible_keys(call: Call, first: int, end: int) -> tuple[Tensor, Tensor]:
@@ -356,7 +350,7 @@ def compile_bench(job: tuple[str, Shape, Any]) -> str | None:
     piece, shape, tile = job
     try:
         with compile_only(90):
-            call = meta_call(shape)
+            call = meta_call(described(shape))
             pieces(call, call.query, piece, tile)()
     except Exception as error:
         return f"{piece} {tile}: {type(error).__name__}: {str(error)[:160]}"

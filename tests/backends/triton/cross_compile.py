@@ -22,13 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from csa_backend_triton.launching import compile_only
-from csa_backend_triton.portable_backward import backward
-from csa_backend_triton.portable_forward import forward
+from csa_backend_triton.warmup import compile_spec
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from csa_dispatch.call import Call, token_bounds
+from csa_dispatch.call import Kind
+from csa_dispatch.call_spec import CallSpec
 
 SHARED_LIMIT = {
     80: 166912,
@@ -76,57 +75,27 @@ class CompileOnlyDriver:
             }
 
 
-class Shape(NamedTuple):
-    """One call to compile: forward and backward with all gradients."""
-
-    kind: str = "gather"
-    heads: int = 64
-    kv_heads: int = 1
-    head_dim: int = 512
-    dtype: torch.dtype = torch.bfloat16
-    packed: bool = False
-    deterministic: bool = False
-
-    def call(self) -> Call:
-        """The call, on meta tensors."""
-        tokens, pool = 4096, 1024
-        dense, window = self.kind == "dense", self.kind == "window"
-
-        def empty(*shape: int, dtype: torch.dtype = self.dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device="meta")
-
-        offsets = empty(5, dtype=torch.int32) if self.packed else None
-        return Call(
-            empty(1, self.heads, tokens, self.head_dim),
-            empty(1, self.kv_heads, tokens, self.head_dim),
-            None if window else empty(1, self.kv_heads, pool, self.head_dim),
-            None if dense or window else empty(1, tokens, 512, dtype=torch.int32),
-            empty(self.heads, dtype=torch.float32),
-            offsets,
-            None if window else offsets,
-            None,
-            128,
-            4 if dense else None,
-            self.head_dim**-0.5,
-        )
+BASE = CallSpec(needs_grad=(True, True, True, True))
 
 
-def _calls() -> dict[str, Shape]:
-    calls: dict[str, Shape] = {}
-    for head_dim in (64, 128, 256, 512, 576):
+def _calls() -> dict[str, CallSpec]:
+    calls: dict[str, CallSpec] = {}
+    for size in (64, 128, 256, 512, 576):
+        base = BASE._replace(head_dim=size)
+        dense = base._replace(kind=Kind.DENSE, compress_ratio=4)
         for heads in (16, 32, 64):
-            calls[f"gather-{head_dim}-{heads}"] = Shape("gather", heads, 1, head_dim)
-        calls[f"gather-{head_dim}-fp32"] = Shape("gather", 16, 1, head_dim, torch.float32)
-        calls[f"gather-{head_dim}-fp16"] = Shape("gather", 64, 1, head_dim, torch.float16)
-        calls[f"dense-{head_dim}"] = Shape("dense", 64, 1, head_dim)
-        calls[f"dense-{head_dim}-own-kv"] = Shape("dense", 16, 16, head_dim)
-        calls[f"window-{head_dim}"] = Shape("window", 64, 1, head_dim)
-        calls[f"deterministic-{head_dim}"] = Shape("gather", 64, 1, head_dim, deterministic=True)
-    calls["packed"] = Shape("gather", 64, 1, 512, packed=True)
-    calls["packed-dense"] = Shape("dense", 64, 1, 512, packed=True)
-    calls["heads-128"] = Shape("gather", 128)
-    calls["heads-odd"] = Shape("gather", 31)
-    calls["head-dim-odd"] = Shape("gather", 8, 1, 80)
+            calls[f"gather-{size}-{heads}"] = base._replace(heads=heads)
+        calls[f"gather-{size}-fp32"] = base._replace(heads=16, dtype="float32")
+        calls[f"gather-{size}-fp16"] = base._replace(dtype="float16")
+        calls[f"dense-{size}"] = dense
+        calls[f"dense-{size}-own-kv"] = dense._replace(heads=16, kv_heads=16)
+        calls[f"window-{size}"] = base._replace(kind=Kind.WINDOW)
+        calls[f"deterministic-{size}"] = base._replace(deterministic=True)
+    calls["packed"] = BASE._replace(documents="cu_seqlens")
+    calls["packed-dense"] = calls["dense-512"]._replace(documents="cu_seqlens")
+    calls["heads-128"] = BASE._replace(heads=128)
+    calls["heads-odd"] = BASE._replace(heads=31)
+    calls["head-dim-odd"] = BASE._replace(heads=8, head_dim=80)
     return calls
 
 
@@ -140,6 +109,7 @@ class Compiled(NamedTuple):
     kernel: str
     constants: dict[str, Any]
     shared: int
+    shared_limit: int
     tensor_memory: int
     registers: int
     spills: int
@@ -183,12 +153,7 @@ def assemble(ptx: str, capability: int) -> tuple[int, int, bool]:
 
 def compile_call(name: str, capability: int) -> Iterator[Compiled]:
     """Compile what forward and backward of a call launch."""
-    shape = CALLS[name]
-    call = shape.call()
-    bounds = token_bounds(call)
-    with compile_only(capability) as session:
-        output, lse = forward(call, bounds)
-        backward(call, bounds, output, lse, output, (True,) * 4, shape.deterministic)
+    session = compile_spec(CALLS[name]._replace(capability=capability))
     seen: set[str] = set()
     for kernel, constants, compiled in session.kernels:
         if compiled.hash in seen:
@@ -201,6 +166,7 @@ def compile_call(name: str, capability: int) -> Iterator[Compiled]:
             kernel,
             constants,
             compiled.metadata.shared,
+            SHARED_LIMIT[capability],
             getattr(compiled.metadata, "tmem_size", 0) or 0,
             registers,
             spills,

@@ -1,0 +1,83 @@
+"""Every kernel and every tile of the tables compiles for every architecture, within its means."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("cross_compile.py")
+
+TENSOR_MEMORY_COLUMNS = 512
+SPILL_LIMIT = 2048
+"""Bytes spilled by a kernel, stores and loads together, over its whole text. Wide heads keep a
+64-row accumulator in registers and spill addresses around the loops."""
+
+REDUCED = {
+    80: ("gather-512-64",),
+    86: ("gather-512-64",),
+    89: ("gather-576-16",),
+    90: ("gather-512-64", "deterministic-128", "dense-512", "packed"),
+    100: ("gather-512-64", "gather-128-64"),
+    103: ("window-512",),
+    120: ("dense-128",),
+}
+
+
+@lru_cache
+def compiled(capability: int, *names: str) -> list[dict[str, Any]]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, str(PROGRAM), str(capability), *names],
+        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
+def check(capability: int, kernels: list[dict[str, Any]]) -> None:
+    assert kernels
+    faults = []
+    for kernel in kernels:
+        title = f"sm_{capability} {kernel['call']} {kernel['kernel']}"
+        if kernel["shared"] > kernel["shared_limit"]:
+            faults.append(f"{title}: {kernel['shared']} B of shared memory")
+        if kernel["tensor_memory"] > TENSOR_MEMORY_COLUMNS:
+            faults.append(f"{title}: {kernel['tensor_memory']} columns of tensor memory")
+        if kernel["spills"] > SPILL_LIMIT:
+            faults.append(f"{title}: spills {kernel['spills']} B")
+        by_keys = kernel["kernel"] == "key_gradient_kernel"
+        rows = kernel["constants"].get("KEYS" if by_keys else "ROWS", 0)
+        tensor_cores = "fp32" not in kernel["call"]
+        if rows >= 64 and tensor_cores:
+            if capability == 90 and not kernel["wgmma"]:
+                faults.append(f"{title}: {rows} rows without wgmma")
+            if capability in (100, 103) and not kernel["tcgen05"]:
+                faults.append(f"{title}: {rows} rows without tcgen05")
+        scatters = kernel["constants"].get("ATOMIC", False)
+        if scatters and capability >= 90 and not kernel["vector_atomics"]:
+            faults.append(f"{title}: scalar atomics")
+        if not scatters and kernel["atomics"]:
+            faults.append(f"{title}: atomics where none are meant")
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("capability", sorted(REDUCED))
+def test_the_main_kernels_compile_within_their_means(capability: int) -> None:
+    check(capability, compiled(capability, *REDUCED[capability]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("capability", sorted(REDUCED))
+def test_every_tile_compiles_within_its_means(capability: int) -> None:
+    check(capability, compiled(capability))
