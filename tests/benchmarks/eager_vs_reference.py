@@ -14,6 +14,7 @@ point during it (Linux only); what the call returns counts too.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import subprocess
@@ -120,10 +121,18 @@ def _print_own_peak(name: str, dtype: str, tokens: int) -> None:
     run()  # imports, thread pools and libraries are no part of the call's memory
     run = getattr(Layer(Shape(tokens=tokens), getattr(torch, dtype)), name)
     gc.collect()
+    _give_back_free_memory()
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest resident size so far
     before = _resident("VmRSS")
     run()
     print(_resident("VmHWM") - before)
+
+
+def _give_back_free_memory() -> None:
+    """So that the call cannot reuse pages that were resident before it; a glibc function."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _resident(field: str) -> int:
