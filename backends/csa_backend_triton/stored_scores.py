@@ -77,8 +77,8 @@ def allocate(
         token_bytes += operands.slots * row_bytes
     kept = operands.window + WINDOW_KEYS if window else 0
     room = max((workspace - kept * kept_bytes) // token_bytes, 1)
-    chunks = -(-batch * tokens // room)
-    chunk = -(-batch * tokens // chunks)
+    chunks = max(-(-batch * tokens // room), 1)
+    chunk = max(-(-batch * tokens // chunks), 1)
     ring = min(chunk + kept, batch * tokens)
     p = query.new_empty((ring, places, padded_heads), dtype=dtype)
     used_end = query.new_empty(ring, dtype=torch.int32) if slots else None
