@@ -62,9 +62,7 @@ class WindowBranch:
         else:
             rows, tainted = rows[:, :, 0], tainted[:, :, 0].to(rows.dtype)
         padding = max(0, -first)
-        last = max(padding, min(rows.shape[2], self.source.shape[2] - first))
-        span = slice(padding, last)
-        gradient.add_span(tile, first + padding, rows[:, :, span], tainted[:, :, span])
+        gradient.add_span(tile, first + padding, rows[:, :, padding:], tainted[:, :, padding:])
 
     def _reach(self, tile: Tile) -> int:
         """Rows before a block's first token that its strip needs, at most."""
@@ -72,19 +70,18 @@ class WindowBranch:
         return max(0, min(self.window - 1, last_block))
 
     def _strip(self, tile: Tile, offset: int, width: int) -> Tensor:
-        """Copy the rows that the blocks' strips cover together; zeros outside ``0 .. T``.
+        """Copy the rows that the blocks' strips cover together, with zeros before row 0.
 
         The first block's strip is ``width`` rows from ``offset`` rows after the first token.
         """
         first = tile.first_token + offset
         last = first + width + tile.tokens - tile.block_tokens
-        batches, kv_heads, length, head_dim = self.source[tile.batch_slice].shape
+        batches, kv_heads, _, head_dim = self.source[tile.batch_slice].shape
         shape = (batches, kv_heads, last - first, head_dim)
         strip = self.workspace.empty("strip", shape, accumulate_dtype(self.source.dtype))
-        begin, end = min(max(0, first), last), max(min(last, length), first)
-        strip[:, :, : begin - first] = 0
-        strip[:, :, end - first :] = 0
-        strip[:, :, begin - first : end - first] = self.source[tile.batch_slice, :, begin:end]
+        padding = max(0, -first)
+        strip[:, :, :padding] = 0
+        strip[:, :, padding:] = self.source[tile.batch_slice, :, first + padding : last]
         return strip
 
     def _positions(self, tile: Tile) -> Tensor:
