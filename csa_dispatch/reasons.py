@@ -21,7 +21,9 @@ class Reason(NamedTuple):
     remedy: str
 
     def __str__(self) -> str:
-        text = f"{self.field} is {self.actual}; needs {self.required}"
+        # What is or is not installed needs no field name to be understood.
+        subject = "" if self.field == "availability" else f"{self.field} is "
+        text = f"{subject}{self.actual}; needs {self.required}"
         return f"{text}; {self.remedy}" if self.remedy else text
 
 

@@ -131,7 +131,7 @@ def _forced_entries(forced: Forced, preferred: tuple[Entry, ...]) -> tuple[Entry
 def _chosen_why(forced: Forced, rule_why: str, position: int) -> str:
     if forced.forward is not None or forced.backward is not None:
         return f"forced by {forced.source}"
-    return f"policy rule {position}" + (f": {rule_why}" if rule_why else "")
+    return f"policy rule {position + 1}" + (f": {rule_why}" if rule_why else "")
 
 
 def decide(

@@ -143,13 +143,13 @@ def test_first_call_of_a_process_may_be_traced() -> None:
 def test_operators_pass_opcheck(case: str) -> None:
     made = inputs(grad=True)
     packed = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor([0, 2, 6], dtype=torch.int32)
+    strided = [item.transpose(1, 2).clone().transpose(1, 2) for item in made[:3]]
     variants: dict[str, tuple[Any, ...]] = {
         "gather": (*made, None, None, None, 4, None),
         "window": (made[0], made[1], None, None, None, None, None, None, 4, None),
         "dense": (*made[:3], None, made[4], None, None, None, 4, 2),
         "packed": (*made, *packed, None, 4, None),
-        "strided": (*(item.transpose(1, 2).clone().transpose(1, 2) for item in made[:3]),)
-        + (*made[3:], None, None, None, 4, None),
+        "strided": (*strided, *made[3:], None, None, None, 4, None),
     }
     tensors = variants[case]
     differentiable = (tensors[0], tensors[1], tensors[2], tensors[4])
