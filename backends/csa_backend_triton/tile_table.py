@@ -137,13 +137,13 @@ FLOAT32: dict[str, Table] = {
         128: {16: (32, 4, 1)},
         256: {16: (16, 4, 1)},
         512: {16: (16, 8, 1)},
-        576: {16: (16, 8, 1)},
+        576: {8: (16, 4, 1)},
     },
     "key_gradient": {
         128: {16: (32, 4, 1)},
         256: {16: (16, 4, 1)},
-        512: {16: (16, 8, 1)},
-        576: {16: (16, 8, 1)},
+        512: {16: (8, 4, 1)},
+        576: {16: (8, 4, 1)},
     },
 }
 
@@ -189,9 +189,10 @@ def slot_rows_tile(capability: int, group: int, head_dim: int, element: int) -> 
         return SlotTile(64, 16, 16, 4, 1)
     narrow = family(capability) in ("163 KB", "99 KB")
     heads = next(size for size in (16, 32, 64, 128) if size >= min(group, 64 if narrow else 128))
-    if head_dim <= 128 and not narrow:
+    if head_dim <= 128 and group <= heads and not narrow:
         return SlotTile(64 if head_dim <= 64 else 128, heads, 32, 4, 3)
-    return SlotTile(64 if head_dim <= 64 else 128, heads, 64, 4, 2)
+    # A step holds all of a larger group's blocks of heads, so it cannot hold two stages.
+    return SlotTile(64 if head_dim <= 64 else 128, heads, 64, 4, 2 if group <= heads else 1)
 
 
 class WindowTile(NamedTuple):

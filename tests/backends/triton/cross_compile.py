@@ -88,12 +88,14 @@ def _calls() -> dict[str, CallSpec]:
         calls[f"gather-{size}-fp32"] = base._replace(heads=16, dtype="float32")
         calls[f"gather-{size}-fp16"] = base._replace(dtype="float16")
         calls[f"dense-{size}"] = dense
+        calls[f"dense-{size}-fp32"] = dense._replace(heads=16, dtype="float32")
         calls[f"dense-{size}-own-kv"] = dense._replace(heads=16, kv_heads=16)
         calls[f"window-{size}"] = base._replace(kind=Kind.WINDOW)
         calls[f"deterministic-{size}"] = base._replace(deterministic=True)
     calls["packed"] = BASE._replace(documents="cu_seqlens")
     calls["packed-dense"] = calls["dense-512"]._replace(documents="cu_seqlens")
     calls["heads-128"] = BASE._replace(heads=128)
+    calls["heads-256"] = BASE._replace(heads=256, head_dim=128)
     calls["heads-odd"] = BASE._replace(heads=31)
     calls["head-dim-odd"] = BASE._replace(heads=8, head_dim=80)
     return calls
