@@ -9,6 +9,7 @@ from torch import Tensor
 
 from csa_dispatch.backend import Availability, Backend
 from csa_dispatch.call import Call, Gradients, Kind, token_bounds
+from csa_dispatch.call_spec import CallSpec
 from csa_dispatch.capabilities import Capabilities, OneOf
 
 from .backward import Saved, backward
@@ -55,6 +56,15 @@ class EagerBackend(Backend):
             saved = Saved(output, lse, grad_output)
             return backward(call, branches(call, workspace), saved, needs, workspace)
 
+    def notes(self, spec: CallSpec) -> tuple[str, ...]:
+        if spec.kind is not Kind.GATHER:
+            return ()
+        shared = spec.heads // spec.kv_heads
+        if counting_is_faster(spec.pool, spec.slots, shared):
+            return ("weighs the whole pool by counts: it is hardly larger than the selection",)
+        dtype = "float64" if spec.dtype == "float64" else "float32"
+        return (f"gathers from a {dtype} copy of sparse_kv",)
+
 
 def branches(call: Call, workspace: Workspace) -> list[Branch]:
     """The call's sources of keys: the window, then the pool if there is one."""
@@ -63,23 +73,24 @@ def branches(call: Call, workspace: Workspace) -> list[Branch]:
     if call.kind is Kind.DENSE:
         found.append(DenseBranch(call, bounds, workspace))
     elif call.kind is Kind.GATHER:
-        pick = CountedBranch if counting_is_faster(call) else GatheredBranch
+        assert call.sparse_kv is not None
+        assert call.kv_indices is not None
+        shared = call.query.shape[1] // call.local_kv.shape[1]
+        counted = counting_is_faster(call.sparse_kv.shape[2], call.kv_indices.shape[2], shared)
+        pick = CountedBranch if counted else GatheredBranch
         found.append(pick(call, bounds, workspace))
     return found
 
 
-def counting_is_faster(call: Call) -> bool:
+def counting_is_faster(pool: int, slots: int, shared: int) -> bool:
     """Whether to weigh the whole pool by counts instead of gathering: S R <= K (R + 6).
 
-    With R = H / G heads a KV head, a gathered key costs R rows of small matmuls plus its copy
-    and the scatter of its gradient, together like 6 rows more; a pool row costs R rows of one
-    large matmul. Measured on a CPU, break-even at S / K of 9 to 6 for R = 1, 4 for R = 4, 1.5
-    for R = 16 and 1.1 for R = 64.
+    With R = H / G heads a KV head (``shared``), a gathered key costs R rows of small matmuls plus
+    its copy and the scatter of its gradient, together like 6 rows more; a pool row costs R rows
+    of one large matmul. Measured on a CPU, break-even is at S / K of 6 to 9 for R = 1, 3 to 4 for
+    R = 4, 1.5 for R = 16 and 1.1 for R = 64.
     """
-    assert call.sparse_kv is not None
-    assert call.kv_indices is not None
-    shared = call.query.shape[1] // call.local_kv.shape[1]
-    return call.sparse_kv.shape[2] * shared <= call.kv_indices.shape[2] * (shared + 6)
+    return pool * shared <= slots * (shared + 6)
 
 
 def _no_autocast(device_type: str) -> AbstractContextManager[object]:
