@@ -78,3 +78,19 @@ def test_scattered_columns_are_copied_without_multiplying_expanded_rows() -> Non
     assert torch.equal(copied, kv)
     assert copied.stride(-1) == 1
     assert copied.untyped_storage().nbytes() == 6 * 8 * 4
+
+
+def test_what_no_gpu_has_shown_right_is_refused_on_cuda_alone() -> None:
+    hopper = CallSpec(device_type="cuda", capability=90, heads=31)
+    ampere = hopper._replace(capability=80)
+
+    def fields(spec: CallSpec) -> list[str]:
+        return [reason.field for reason in backend.forward_capabilities.reasons(spec)]
+
+    assert fields(hopper) == []
+    assert fields(ampere) == ["heads"]
+    assert fields(hopper._replace(deterministic=True)) == ["heads"]
+    assert fields(ampere._replace(heads=64)) == []
+    assert fields(ampere._replace(heads=64, head_dim=80)) == ["head_dim"]
+    # The suite runs interpreted: there the CPU is claimed in full.
+    assert fields(CallSpec(device_type="cpu", head_dim=80, heads=31)) == []
