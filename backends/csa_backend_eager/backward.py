@@ -18,11 +18,12 @@ from csa_dispatch.call import Call, Gradients
 
 from .branch import Branch, KVGradient, Segment
 from .forward import sees_a_key, sink_of_rows
-from .masking import fill_where
+from .masking import fill_where, largest
 from .products import (
     add_rows_times_keys,
     add_scores_times_keys,
     add_scores_times_rows,
+    cover_unseen,
     empty_scores,
     scores_times_rows,
 )
@@ -48,6 +49,7 @@ class TileRows(NamedTuple):
         tainted: bool, rows whose result is NaN: the gradients of their query and of every key
             they see become NaN.
         sink_terms: ``exp(sink - lse) * delta``, 0 for rows that see no key.
+        largest: the largest magnitudes in query and in grad_output.
     """
 
     query: Tensor
@@ -56,6 +58,7 @@ class TileRows(NamedTuple):
     lse: Tensor
     tainted: Tensor
     sink_terms: Tensor
+    largest: tuple[float, float]
 
 
 def backward(
@@ -111,13 +114,16 @@ def _load(call: Call, tile: Tile, saved: Saved, sees: Tensor, workspace: Workspa
     tainted = live & ~(lse + delta).isfinite()
     sink_terms = torch.where(live, (sink_of_rows(call, query) - lse).exp() * delta, 0)
     out = ~live | tainted
+    fill_where(query, out, 0)
+    fill_where(grad_output, out, 0)
     return TileRows(
-        fill_where(query, out, 0),
-        fill_where(grad_output, out, 0),
+        query,
+        grad_output,
         delta.masked_fill_(out, 0),
         lse.masked_fill_(out, torch.inf),
         tainted,
         sink_terms,
+        (largest(query), largest(grad_output)),
     )
 
 
@@ -156,10 +162,13 @@ def _scores(
     delta = rows.delta.unflatten(2, (blocks, -1)).unsqueeze(-1)
     scores = empty_scores(workspace, "scores", rows.query, segment)
     torch.sub(segment.bias.unsqueeze(-2), lse, out=scores)
-    probability = add_rows_times_keys(scores, rows.query, segment, scale).exp_()
+    add_rows_times_keys(scores, rows.query, segment, scale)
+    cover_unseen(scores, segment, rows.largest[0], scale, -torch.inf)
+    probability = scores.exp_()
     grad_score = empty_scores(workspace, "grad_scores", rows.query, segment).copy_(delta.neg())
-    add_rows_times_keys(grad_score, rows.grad_output, segment, 1.0).mul_(probability)
-    return probability, grad_score
+    add_rows_times_keys(grad_score, rows.grad_output, segment, 1.0)
+    cover_unseen(grad_score, segment, rows.largest[1], 1.0, 0.0)
+    return probability, grad_score.mul_(probability)
 
 
 def _tainted(rows: TileRows, segment: Segment) -> Tensor:

@@ -25,11 +25,14 @@ class Segment(NamedTuple):
             log of how often the token sees the key, so 0 for once and -inf for never; NaN where
             a token sees a key whose non-finite values had to be taken out of ``keys``.
         place: where the keys' gradient goes; the branch that made the segment knows.
+        largest: the largest magnitude among the keys, NaN when not known; 0 when no token reads
+            a key that it does not see.
     """
 
     keys: Tensor
     bias: Tensor
     place: Tensor | int
+    largest: float
 
 
 class Branch(Protocol):

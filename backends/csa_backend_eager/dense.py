@@ -32,12 +32,12 @@ class DenseBranch:
     def segments(self, tile: Tile) -> Iterator[Segment]:
         start = tile.tokens_of(self.start).unsqueeze(-1)
         end = tile.tokens_of(self.end).unsqueeze(-1)
-        for first, keys, finite in pool_spans(
+        for first, keys, finite, largest in pool_spans(
             self.call, self.workspace, tile, self._last_row(tile)
         ):
             row = torch.arange(first, first + keys.shape[3], device=keys.device)
             seen = ((row >= start) & (row < end))[:, None, None]
-            yield Segment(keys, shared_bias(seen, finite, None, keys.dtype), first)
+            yield Segment(keys, shared_bias(seen, finite, None, keys.dtype), first, largest)
 
     def sees_a_key(self, tile: Tile) -> Tensor:
         return tile.tokens_of(self.end) > tile.tokens_of(self.start)
@@ -72,12 +72,12 @@ class CountedBranch:
 
     def segments(self, tile: Tile) -> Iterator[Segment]:
         row, used = self.slots.rows(tile, slice(None))
-        for first, keys, finite in pool_spans(
+        for first, keys, finite, largest in pool_spans(
             self.call, self.workspace, tile, self.source.shape[2]
         ):
             count = _counts(row - first, used, keys.shape[3], keys.dtype)[:, None, None]
             bias = shared_bias(count > 0, finite, count.log(), keys.dtype)
-            yield Segment(keys, bias, first)
+            yield Segment(keys, bias, first, largest)
 
     def sees_a_key(self, tile: Tile) -> Tensor:
         return self.slots.any_used(tile)
@@ -90,15 +90,18 @@ class CountedBranch:
 
 def pool_spans(
     call: Call, workspace: Workspace, tile: Tile, last: int
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Pool rows ``0 .. last`` in pieces: first row, keys ``[batches, G, 1, N, D]``, finite."""
+) -> Iterator[tuple[int, Tensor, Tensor, float]]:
+    """Pool rows ``0 .. last`` in pieces.
+
+    Yields the first row, the keys ``[batches, G, 1, N, D]``, which were finite, and the largest.
+    """
     assert call.sparse_kv is not None
     dtype = accumulate_dtype(call.query.dtype)
     step = segment_keys(tile, call, own_keys=False)
     for first in range(0, last, step):
         rows = call.sparse_kv[tile.batch_slice, :, None, first : min(first + step, last)]
         keys = workspace.copy("keys", rows, dtype)
-        yield first, keys, take_out_nonfinite(keys)
+        yield first, keys, *take_out_nonfinite(keys)
 
 
 def add_pool_span(

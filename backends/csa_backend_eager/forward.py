@@ -8,8 +8,8 @@ from torch import Tensor
 from csa_dispatch.call import Call
 
 from .branch import Branch
-from .masking import fill_where
-from .products import add_rows_times_keys, add_scores_times_keys, empty_scores
+from .masking import fill_where, largest
+from .products import add_rows_times_keys, add_scores_times_keys, cover_unseen, empty_scores
 from .tiles import Tile, accumulate_dtype, tiles
 from .workspace import Workspace
 
@@ -43,10 +43,12 @@ def _attend(
     workspace: Workspace,
 ) -> None:
     """Take one branch's keys into the softmax of a tile's query rows."""
+    rows_largest = largest(rows)
     for segment in branch.segments(tile):
         logits = empty_scores(workspace, "scores", rows, segment)
         logits.copy_(segment.bias.unsqueeze(-2))
         add_rows_times_keys(logits, rows, segment, call.scale)
+        cover_unseen(logits, segment, rows_largest, call.scale, -torch.inf)
         weights = softmax.weights(logits)
         if call.query.dtype != weights.dtype:  # as tensor cores take their operands
             weights.copy_(workspace.copy("rounded", weights, call.query.dtype))

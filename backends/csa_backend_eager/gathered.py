@@ -41,7 +41,7 @@ class GatheredBranch:
             keys = self.workspace.empty("keys", (place.numel(), head_dim), self.rows.dtype)
             torch.index_select(self.rows, 0, place.flatten(), out=keys)
             bias = keys.new_zeros(used.shape).masked_fill_(~used, -torch.inf)
-            yield Segment(keys.view(*place.shape, head_dim), bias[:, None, :, None], place)
+            yield Segment(keys.view(*place.shape, head_dim), bias[:, None, :, None], place, 0.0)
 
     def sees_a_key(self, tile: Tile) -> Tensor:
         return self.slots.any_used(tile)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,16 +19,31 @@ def fill_where(tensor: Tensor, mask: Tensor, value: float) -> Tensor:
     return tensor.masked_fill_(mask.unsqueeze(-1), value)
 
 
-def take_out_nonfinite(keys: Tensor) -> Tensor:
-    """Zero the rows of ``keys`` ``[..., D]`` that hold NaN or Inf; return which were finite.
+def take_out_nonfinite(keys: Tensor) -> tuple[Tensor, float]:
+    """Zero the rows of ``keys`` ``[..., D]`` that hold NaN or Inf.
 
     A matmul multiplies masked keys by probability 0, and 0 * NaN is NaN. So keys that are
     shared by tokens of which some may not see them must be finite; ``shared_bias`` gives NaN
     to those who do see a row taken out here.
+
+    Returns:
+        Which rows were finite ``[...]``, and ``largest`` of what is left.
     """
-    finite = keys.isfinite().all(dim=-1)
+    size = torch.maximum(keys.amax(dim=-1), -keys.amin(dim=-1))
+    finite = size.isfinite()
     fill_where(keys, ~finite, 0)
-    return finite
+    return finite, largest(size.masked_fill_(~finite, 0))
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest magnitude in ``tensor``; NaN if it holds NaN, or if finding out would wait.
+
+    Any device but a CPU would have to finish its queue first.
+    """
+    if tensor.device.type != "cpu":
+        return math.nan
+    low, high = torch.aminmax(tensor)
+    return max(-float(low), float(high))
 
 
 def shared_bias(

@@ -26,12 +26,24 @@ def by_block(scores: Tensor) -> Tensor:
     return scores.view(-1, scores.shape[3] * scores.shape[4], scores.shape[5])
 
 
-def add_rows_times_keys(scores: Tensor, rows: Tensor, segment: Segment, scale: float) -> Tensor:
+def add_rows_times_keys(scores: Tensor, rows: Tensor, segment: Segment, scale: float) -> None:
     """``scores += scale * rows @ keys^T``, in place."""
     matrices = by_block(scores)
     rows_by_block = rows.view(*matrices.shape[:2], -1)
     matrices.baddbmm_(rows_by_block, _keys(segment).transpose(1, 2), alpha=scale)
-    return scores
+
+
+def cover_unseen(
+    scores: Tensor, segment: Segment, rows_largest: float, scale: float, value: float
+) -> None:
+    """Overwrite with ``value`` the scores of keys that their token does not see.
+
+    Done only when a product of such a key and a row may have overflowed: then no bias of -inf
+    and no probability of 0 would take it away. ``rows_largest`` is as ``masking.largest``.
+    """
+    bound = rows_largest * segment.largest * segment.keys.shape[-1] * max(scale, 1.0)
+    if not bound < torch.finfo(scores.dtype).max / 2:
+        scores.masked_fill_((segment.bias == -torch.inf).unsqueeze(-2), value)
 
 
 def add_scores_times_keys(rows: Tensor, scores: Tensor, segment: Segment, scale: float) -> None:

@@ -39,11 +39,12 @@ class WindowBranch:
         for first in range(0, length, step):
             width = min(step, length - first)
             strip = self._strip(tile, first - reach, width)
-            finite = take_out_nonfinite(strip).unfold(2, width, tile.block_tokens)
+            finite, largest = take_out_nonfinite(strip)
+            finite = finite.unfold(2, width, tile.block_tokens)
             seen = self._seen(tile, first - reach, width)
             bias = shared_bias(seen, finite, None, strip.dtype)
             keys = strip.unfold(2, width, tile.block_tokens).transpose(-1, -2)
-            yield Segment(keys, bias, first)
+            yield Segment(keys, bias, first, largest)
 
     def sees_a_key(self, tile: Tile) -> Tensor:
         device = self.source.device

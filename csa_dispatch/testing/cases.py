@@ -25,9 +25,10 @@ CONTENTS = ("random", "scattered", "duplicates", "poisoned", "messy", "nan")
 """What the data holds.
 
 random: distinct valid slots. scattered: -1 and out-of-range filler between valid slots, and rows
-without any. duplicates: repeated slots. poisoned: NaN and Inf in all that nobody may read, KV
-rows and upstream gradients of rows without keys alike. messy: all of these, and sinks of -inf and
-+inf. nan: NaN in one visible row of each KV tensor, which must reach what sees it and no more.
+without any. duplicates: repeated slots. poisoned: NaN, Inf and huge numbers in all that nobody may
+read, KV rows and upstream gradients of rows without keys alike. messy: all of these, and sinks of
+-inf and +inf. nan: NaN in one visible row of each KV tensor, which must reach what sees it and no
+more.
 """
 
 MEMORY = ("contiguous", "transposed", "padded", "expanded", "strided")
@@ -271,7 +272,7 @@ def _draw_sink(case: Case, generator: torch.Generator) -> Tensor | None:
 
 
 def _poison_unseen(inputs: Inputs, rows: list[list[VisibleRows]], *, shared: bool) -> None:
-    """NaN, inf and -inf in the KV rows nobody sees; NaN in query rows that see nothing.
+    """NaN, Inf and the largest numbers in the KV rows nobody sees; NaN in rows that see nothing.
 
     ``shared`` says that batch entries will share memory: then rows must be unseen in all.
     """
@@ -280,12 +281,13 @@ def _poison_unseen(inputs: Inputs, rows: list[list[VisibleRows]], *, shared: boo
     for kv, seen in ((inputs.local_kv, seen_local), (inputs.sparse_kv, seen_pool)):
         if kv is None:
             continue
+        largest = torch.finfo(kv.dtype).max
         if shared:
             seen = {(b, j) for b in range(kv.shape[0]) for _, j in seen}
         for b in range(kv.shape[0]):
             for j in range(kv.shape[2]):
                 if (b, j) not in seen:
-                    kv[b, :, j] = (math.nan, math.inf, -math.inf)[j % 3]
+                    kv[b, :, j] = (math.nan, largest, math.inf, -largest, -math.inf)[j % 5]
     for b, tokens in enumerate(rows):
         for t, row in enumerate(tokens):
             if not row.local and not row.pool:

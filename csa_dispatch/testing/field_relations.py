@@ -85,7 +85,12 @@ def stray_scatter(dtype: str) -> Iterator[FieldCase]:
 
 
 def poison(dtype: str) -> Iterator[FieldCase]:
-    """G04: NaN or Inf in any one unselected row is as zeros there, in pool and window alike."""
+    """G04: what any one unselected row holds is as zeros there, in pool and window alike.
+
+    NaN, Inf, and the largest number: finite, but its products are not.
+    """
+    largest = torch.finfo(getattr(torch, dtype)).max
+    values = (0.0, math.nan, math.inf, -math.inf, largest, -largest)
 
     def calls(device: torch.device) -> Calls:
         query, local, pool, sink = randn(4, (1, 2, 4, 16), (1, 1, 4, 16), (1, 1, 4, 16), (2,))
@@ -93,8 +98,8 @@ def poison(dtype: str) -> Iterator[FieldCase]:
         for row in range(4):
             table = random_slots(4, 1, 4, 2, 3)
             table += table >= row
-            for value in (0.0, math.nan, math.inf, -math.inf):
-                spoiled, stale = pool.clone(), local.clone()
+            for value in values:
+                spoiled, stale = pool.double(), local.double()
                 spoiled[:, :, row] = value
                 stale[:] = value
                 for window, rows in ((2, local), (0, stale)):
@@ -107,8 +112,8 @@ def poison(dtype: str) -> Iterator[FieldCase]:
 
     def holds(_: Calls, outcomes: Outcomes) -> Iterator[str]:
         for number, outcome in enumerate(outcomes):
-            row, variant = divmod(number, 8)
-            clean = outcomes[8 * row + variant % 2]
+            row, variant = divmod(number, 2 * len(values))
+            clean = outcomes[2 * len(values) * row + variant % 2]
             yield from exact("output beside poison", outcome.output, clean.output)
             yield from exact("lse beside poison", outcome.lse, clean.lse)
             yield from agree("beside poison", dtype, outcome, clean)

@@ -65,11 +65,13 @@ def test_poison_is_in_all_that_nobody_sees_and_nowhere_else(content, documents):
     call = to_call(inputs)
     assert call.sparse_kv is not None
     rows = visible_rows(call)
+    largest = torch.finfo(call.query.dtype).max
     for b, tokens in enumerate(rows):
         seen = {j for row in tokens for j in row.pool}
         for j in range(call.sparse_kv.shape[2]):
-            assert bool(call.sparse_kv[b, :, j].isfinite().all()) == (j in seen)
-        assert not call.local_kv[b].isfinite().any()
+            assert bool(call.sparse_kv[b, :, j].abs().lt(largest).all()) == (j in seen)
+        assert not call.local_kv[b].abs().lt(largest).any()
+        assert (call.local_kv[b].abs() == largest).any()
         for t, row in enumerate(tokens):
             assert bool(inputs.grad_output[b, :, t].isfinite().all()) == bool(row.pool)
 
