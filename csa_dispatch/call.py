@@ -122,7 +122,7 @@ def token_bounds(call: Call) -> TokenBounds | None:
         return TokenBounds(start, zero, position.new_full((), pool).expand(batch, tokens))
     assert ratio is not None
     end = ((position + 1) // ratio).clamp(max=pool).expand(batch, tokens)
-    first = (start + (ratio - 1)) // ratio
+    first = -(-start // ratio)  # rounded up, without a sum that could overflow
     return TokenBounds(start, torch.minimum(first, end), end)
 
 
@@ -130,7 +130,7 @@ def _packed_bounds(call: Call, position: Tensor) -> TokenBounds:
     offsets = call.cu_seqlens
     assert offsets is not None
     # Rows past the last offset get document N, whose clamped spans below are empty.
-    document = torch.searchsorted(offsets[1:], position, right=True)
+    document = torch.searchsorted(offsets[1:].contiguous(), position, right=True)
     documents = offsets.shape[0] - 1
     spare = document >= documents
     document = document.clamp(max=documents - 1)

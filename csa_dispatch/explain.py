@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import torch
 from torch import Tensor
 
 from .autograd import needs_of
@@ -20,17 +21,28 @@ def parse_device(device: str) -> tuple[str, int | None]:
     """``("cuda", 103)`` for "sm_103" (a suffix letter is ignored), ``("cpu", None)`` for "cpu".
 
     Raises:
+        TypeError: not a string.
         ValueError: neither ``sm_<number>`` nor a device type.
     """
+    wanted = (
+        "a CUDA architecture such as 'sm_90' or 'sm_103', or another device type such as 'cpu'"
+    )
+    if not isinstance(device, str):
+        raise TypeError(f"device is {device!r}; it must be {wanted}.")
     match = re.fullmatch(r"sm_?(\d{2,3})[af]?", device)
     if match:
         return "cuda", int(match.group(1))
-    if re.fullmatch(r"[a-z]+", device) and device != "cuda":
+    if re.fullmatch(r"[a-z]+", device) and device != "cuda" and _is_device_type(device):
         return device, None
-    raise ValueError(
-        f"device is {device!r}; it must be a CUDA architecture such as 'sm_90' or 'sm_103', "
-        "or another device type such as 'cpu'."
-    )
+    raise ValueError(f"device is {device!r}; it must be {wanted}.")
+
+
+def _is_device_type(name: str) -> bool:
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return True
 
 
 def describe_call(

@@ -28,7 +28,15 @@ from .reasons import BackendRefused, Reason
 from .registry import backends
 from .routing import Decision, entry_reasons
 from .runner import CACHE_SIZE, Runner
+from .settings import settings
+from .tracing import constant_when_traced
 from .transforms import any_autocast
+from .value_checks import check_values as check_values_of
+
+
+@constant_when_traced
+def _checks_values() -> bool:
+    return settings().check_values
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,8 @@ class Plan:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """``attention()`` on this plan's backends.
 
+        CSA_DISPATCH_CHECK_VALUES holds here too.
+
         Raises:
             TypeError, ValueError: a bad argument.
             BackendRefused: the chosen backends cannot run this call here; with Reasons.
@@ -101,7 +111,8 @@ class Plan:
             arguments = autocast_arguments(arguments)
         if not is_plain(arguments):
             call = checked_call(arguments)
-            result = run_operator(arguments, call, self.forward, self.backward, False)
+            check = _checks_values()
+            result = run_operator(arguments, call, self.forward, self.backward, check)
             return result if return_lse else result[0]
         try:
             key = signature(arguments)
@@ -111,7 +122,10 @@ class Plan:
             raise
         if prepared is None:
             prepared = self._prepare(arguments, key)
-        result = run(prepared, canonical(arguments, prepared.order, prepared.scale))
+        call = canonical(arguments, prepared.order, prepared.scale)
+        if settings().check_values:
+            check_values_of(call)
+        result = run(prepared, call)
         return result if return_lse else result[0]
 
     def _prepare(self, arguments: Arguments, key: object) -> Prepared:

@@ -20,6 +20,7 @@ from .runner import Runner
 from .transforms import refuse_transforms, transforms_active
 from .validation import validate
 
+_CAST = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -54,22 +55,25 @@ class Prepared(NamedTuple):
 def autocast_arguments(arguments: Arguments) -> Arguments:
     """The arguments as autocast wants them: query and KV in its dtype.
 
-    float64 stays, as everywhere under autocast, and so does the sink: it is an fp32 parameter
-    by design. Gradients come back in the inputs' own dtypes.
+    float64 stays, as everywhere under autocast, and so do dtypes that validation refuses and the
+    sink: it is an fp32 parameter by design. Gradients come back in the inputs' own dtypes.
     """
     query, local_kv, sparse_kv = arguments[:3]
     tensors = [tensor for tensor in (query, local_kv, sparse_kv) if tensor is not None]
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         return arguments  # validation says so
     device_type = query.device.type
-    kept = query.dtype == torch.float64 or not query.is_floating_point()
-    if kept or not torch.is_autocast_enabled(device_type):
+    if query.dtype not in _CAST or not torch.is_autocast_enabled(device_type):
         return arguments
     dtype = torch.get_autocast_dtype(device_type)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.dtype in _CAST else tensor
+
     return arguments._replace(
-        query=query.to(dtype),
-        local_kv=local_kv.to(dtype),
-        sparse_kv=None if sparse_kv is None else sparse_kv.to(dtype),
+        query=cast(query),
+        local_kv=cast(local_kv),
+        sparse_kv=None if sparse_kv is None else cast(sparse_kv),
     )
 
 

@@ -6,7 +6,7 @@ be and what to do. Nothing here reads tensor data, so it holds under tracing too
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import NoReturn
 
 import torch
@@ -16,6 +16,7 @@ from .layouts import LAYOUTS, Layout
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_ROWS = 2**31 - 1
+MAX_SCALE = torch.finfo(torch.float32).max
 
 
 def fail(
@@ -62,8 +63,9 @@ def validate(
     for name, value in {"query": query, "local_kv": local_kv, **given}.items():
         if not isinstance(value, Tensor):
             fail(name, type(value).__name__, "a torch.Tensor", error=TypeError)
-        if value.layout is not torch.strided:
-            fail(name, f"of layout {value.layout}", "a dense (strided) tensor")
+        if value.layout is not torch.strided or value.is_nested:
+            kind = "nested" if value.is_nested else f"of layout {value.layout}"
+            fail(name, kind, "a dense (strided) tensor")
     for name, value in {"local_kv": local_kv, **given}.items():
         if value.device != query.device:
             fail(name, f"on {value.device}", f"on query's device, {query.device}")
@@ -90,12 +92,19 @@ def _scalars(sliding_window_size: int, scale: float | None, compress_ratio: int 
         fail("sliding_window_size", f"{window!r} ({kind})", "an int", error=TypeError)
     if window < 0:
         fail("sliding_window_size", window, "0 (no window) or more")
+    if window > sys.maxsize:
+        fail(
+            "sliding_window_size",
+            window,
+            f"at most {sys.maxsize}",
+            "The number of tokens sees them all.",
+        )
     if scale is not None:
         if isinstance(scale, bool) or not isinstance(scale, (float, int, torch.SymFloat)):
             actual = f"{scale!r} ({type(scale).__name__})"
             fail("scale", actual, "a float or None", "Pass scale.item().", TypeError)
-        if not (scale > 0 and math.isfinite(scale)):
-            fail("scale", scale, "positive and finite", "None means 1/sqrt(head_dim).")
+        if not 0 < scale <= MAX_SCALE:
+            fail("scale", scale, "positive and finite in float32", "None means 1/sqrt(head_dim).")
     if compress_ratio is not None:
         ratio = compress_ratio
         if isinstance(ratio, bool) or not isinstance(ratio, (int, torch.SymInt)):
@@ -103,6 +112,8 @@ def _scalars(sliding_window_size: int, scale: float | None, compress_ratio: int 
             fail("compress_ratio", f"{ratio!r} ({kind})", "an int or None", error=TypeError)
         if ratio < 1:
             fail("compress_ratio", ratio, "1 or more tokens per pool entry")
+        if ratio > MAX_ROWS:
+            fail("compress_ratio", ratio, f"at most {MAX_ROWS} tokens per pool entry")
 
 
 def _kind(sparse_kv: Tensor | None, kv_indices: Tensor | None, compress_ratio: int | None) -> None:

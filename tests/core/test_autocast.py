@@ -50,3 +50,13 @@ def test_results_under_autocast_lie_within_their_budgets(name: str, kind: Kind):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         result = check_case(case, attention_run(name), reference=reference)
     assert result.status == "pass", result.message
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.complex64])
+def test_autocast_does_not_make_a_wrong_dtype_right(dtype: torch.dtype):
+    query, key = torch.randn(1, 2, 5, 8), torch.ones(1, 1, 5, 8, dtype=dtype)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(ValueError, match="local_kv is torch"),
+    ):
+        attention(query, key)

@@ -179,9 +179,11 @@ def test_explain_answers_for_real_meta_and_fake_tensors_and_other_devices() -> N
     assert fake.forward == "eager"
     b300 = explain(*made, sliding_window_size=4, device="sm_103")
     assert (b300.spec.device_type, b300.spec.capability) == ("cuda", 103)
-    for wrong in ("cuda", "sm90x", "b300!", "sm_"):
+    for wrong in ("cuda", "sm90x", "b300!", "sm_", "gpu", "hopper"):
         with pytest.raises(ValueError, match="device is"):
             explain(*made, device=wrong)
+    with pytest.raises(TypeError, match="device is 90"):
+        explain(*made, device=90)  # pyright: ignore[reportArgumentType]
 
 
 def test_decision_reads_well_and_is_json(registered: Any) -> None:

@@ -50,6 +50,18 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale zero": ({"scale": 0.0}, ValueError, "scale is 0.0"),
     "scale nan": ({"scale": float("nan")}, ValueError, "scale is nan"),
     "scale inf": ({"scale": float("inf")}, ValueError, "scale is inf"),
+    "scale huge": (
+        {"scale": 1e39},
+        ValueError,
+        r"scale is 1e\+39; it must be positive",
+    ),
+    "scale huge int": ({"scale": 10**400}, ValueError, "scale is 1000"),
+    "window huge": ({"sliding_window_size": 2**63}, ValueError, "sliding_window_size is 92233"),
+    "ratio huge": (
+        {"kv_indices": None, "compress_ratio": 2**31},
+        ValueError,
+        "compress_ratio is 2147483648; it must be at most 2147483647",
+    ),
     "scale negative": ({"scale": -1}, ValueError, "scale is -1"),
     "scale tensor": ({"scale": torch.tensor(0.5)}, TypeError, "scale is tensor"),
     "query none": ({"query": None}, TypeError, "query is NoneType"),
@@ -142,6 +154,13 @@ def test_bad_argument_is_named_in_every_layout(name: str, layout: str) -> None:
     assert receipts == []
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_by_name() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(1, 6, 16)])
+    with pytest.raises(ValueError, match="sparse_kv is nested; it must be a dense"):
+        attention(**arguments(sparse_kv=nested))
+
+
 def test_unknown_layout_is_named() -> None:
     for layout in ("bhsd", "", None, ["BHSD"]):
         with pytest.raises(ValueError, match="layout is"):
@@ -212,11 +231,31 @@ def test_check_values_reads_offsets_and_indices(name: str, how: str, environment
         attention(**made, check_values=True if how == "argument" else None)
 
 
+def test_check_values_of_the_environment_holds_for_plans(environment: Any) -> None:
+    made = arguments(kv_indices=torch.full((1, 8, 2), 6))
+    plan = csa_dispatch.resolve(**made)
+    plan(**made)
+    environment("CSA_DISPATCH_CHECK_VALUES", "1")
+    with pytest.raises(ValueError, match="kv_indices is 6"):
+        plan(**made)
+
+
 def test_check_values_passes_good_calls_and_decreasing_ids_fail() -> None:
     attention(**arguments(), check_values=True)
     ids = torch.tensor([[0, 0, 1, 1, 0, 2, 2, 2]])
     with pytest.raises(ValueError, match=r"doc_ids is decreasing at \[0, 4\]"):
         attention(**arguments(doc_ids=ids), check_values=True)
+
+
+def test_offsets_may_be_strided_and_ratios_as_large_as_any(recwarn: Any) -> None:
+    made = arguments(cu_seqlens=OFFSETS.repeat_interleave(2)[::2], cu_seqlens_k=OFFSETS // 2)
+    whole = arguments(cu_seqlens=OFFSETS, cu_seqlens_k=OFFSETS // 2)
+    assert torch.equal(attention(**made), attention(**whole))
+    assert not recwarn.list
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]])
+    made = arguments(kv_indices=None, doc_ids=ids, attention_sink=None, sliding_window_size=0)
+    output = attention(**made, compress_ratio=2**31 - 1)
+    assert torch.equal(output, torch.zeros_like(output))
 
 
 def test_public_names_are_all_importable() -> None:
