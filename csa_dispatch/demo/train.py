@@ -33,7 +33,7 @@ class TrainConfig:
         device: ``"cpu"`` or ``"cuda"``.
     """
 
-    steps: int = 200
+    steps: int = 150
     batch: int = 8
     tokens: int = 256
     held_out_spans: int = 32
