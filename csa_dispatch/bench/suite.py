@@ -39,7 +39,7 @@ from typing import Any
 
 from csa_dispatch.call import Kind
 from csa_dispatch.config_files import load_config, shipped_configs
-from csa_dispatch.parity.toml_table import TomlTable
+from csa_dispatch.toml_table import TomlTable
 
 DIRECTIONS = ("forward", "backward", "both")
 """``both`` is one timed region: a forward and then the backward of its results."""

@@ -14,11 +14,11 @@ from csa_dispatch.registry import Row, backends
 from csa_dispatch.testing import Boundary, Case, boundaries_for, cases_for
 from csa_dispatch.testing.field_case import FieldCase
 from csa_dispatch.testing.field_cases import field_cases
+from csa_dispatch.toml_table import MatrixError
 
 from .limits import Ledger
 from .matrix import Group, Matrix
 from .results import Cell
-from .toml_table import MatrixError
 
 ANYTHING = Capabilities()
 

@@ -32,24 +32,17 @@ the oracle, which vouches for it on ``sample_rows`` query rows of each.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from csa_dispatch.call import Kind
+from csa_dispatch.config_files import load_config, shipped_configs
 from csa_dispatch.layouts import LAYOUTS
 from csa_dispatch.testing import Case
 from csa_dispatch.testing.field_cases import DTYPES
-
-from .toml_table import MatrixError, TomlTable
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+from csa_dispatch.toml_table import MatrixError, TomlTable
 
 SOURCES = ("axes", "claims", "list", "field", "boundaries")
 DEVICES = ("cpu", "cuda")
@@ -122,31 +115,16 @@ def load_matrix(path: str | Path) -> Matrix:
     Raises:
         MatrixError: no such file, not TOML, or a malformed key; one line that names both.
     """
-    text = _read(path)
     try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise MatrixError(f"{path}: not valid TOML: {error}") from None
+        data = load_config(path, "parity")
+    except ValueError as error:
+        raise MatrixError(str(error)) from None
     return parse_matrix(data, str(path))
-
-
-def _read(path: str | Path) -> str:
-    place = Path(path)
-    try:
-        if place.is_file():
-            return place.read_text(encoding="utf-8")
-        shipped = resources.files("csa_dispatch_configs") / "parity" / place.name
-        if shipped.is_file() and place.suffix == ".toml":
-            return shipped.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise MatrixError(f"{path}: cannot be read: {error}") from None
-    raise MatrixError(f"{path}: no such matrix file; shipped: {', '.join(shipped_matrices())}")
 
 
 def shipped_matrices() -> list[str]:
     """Names of the matrix files in ``configs/parity``."""
-    folder = resources.files("csa_dispatch_configs") / "parity"
-    return sorted(item.name for item in folder.iterdir() if item.name.endswith(".toml"))
+    return shipped_configs("parity")
 
 
 def parse_matrix(data: Mapping[str, Any], path: str) -> Matrix:
