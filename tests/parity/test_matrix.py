@@ -74,9 +74,7 @@ def test_a_file_that_is_not_toml_or_not_there_is_named(tmp_path):
     broken.write_text("name = ")
     with pytest.raises(MatrixError, match=r"broken\.toml: not valid TOML"):
         load_matrix(broken)
-    with pytest.raises(
-        MatrixError, match=r"absent\.toml: no such file; shipped: .*ci\.toml"
-    ):
+    with pytest.raises(MatrixError, match=r"absent\.toml: no such file; shipped: .*ci\.toml"):
         load_matrix(tmp_path / "absent.toml")
 
 
