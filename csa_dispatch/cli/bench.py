@@ -13,6 +13,7 @@ from ..bench.results import BenchRun
 from ..bench.runner import run_suite
 from ..bench.suite import DIRECTIONS, load_suite
 from ..bench.table import render
+from ..parity.files import check_writable
 from .output import console, errors, usage_errors
 
 _WIDTH = 150
@@ -62,6 +63,7 @@ def bench(
             raise typer.BadParameter(f"{name!r} is not one of {words}", param_hint="--direction")
     with usage_errors():
         loaded = load_suite(suite)
+        check_writable(as_json, png)
         with errors.status(f"bench {loaded.name}") as status:
 
             def listen(run: BenchRun, coming: str) -> None:

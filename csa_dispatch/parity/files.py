@@ -11,17 +11,22 @@ from pathlib import Path
 def write_atomically(path: str | Path, content: str | bytes) -> None:
     """Write ``content`` (text as UTF-8) to ``path``: a reader sees the old file or the new, whole.
 
-    Missing folders are made.
+    Missing folders are made. What is no regular file (a device, a pipe, a link) is written to
+    rather than replaced.
 
     Raises:
         OSError: the place cannot be written to.
     """
     place = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    if _is_special(place):
+        place.write_bytes(data)
+        return
     place.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(data)
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)  # as open() would; mkstemp allows the owner alone
@@ -30,3 +35,26 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def check_writable(*paths: str | None) -> None:
+    """Find out before the work whether its reports can be written; None and "-" are no files.
+
+    Missing folders are made.
+
+    Raises:
+        OSError: naming the first place that cannot be written to.
+    """
+    for path in paths:
+        if path is None or path == "-":
+            continue
+        place = Path(path)
+        if _is_special(place):
+            place.open("ab").close()
+        else:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=place.parent).close()
+
+
+def _is_special(place: Path) -> bool:
+    return place.is_symlink() or (place.exists() and not place.is_file())

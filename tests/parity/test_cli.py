@@ -77,6 +77,7 @@ def test_a_failure_exits_1_and_still_writes_the_report(matrix: str, tmp_path: Pa
         (["--require", "nobody"], "--require is 'nobody'"),
         (["--filter", "nothing like it"], "no cell to run"),
         (["--matrix", "absent.toml"], "absent.toml: no such file"),
+        (["--html", "/"], "Is a directory: '/'"),
     ],
 )
 def test_a_usage_error_exits_2_with_one_line(matrix: str, options: list[str], text: str):

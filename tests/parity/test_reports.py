@@ -17,7 +17,7 @@ from rich.console import Console
 from csa_dispatch import Reason
 from csa_dispatch.parity import CellReport, ParityRun, Status
 from csa_dispatch.parity.console import progress, render, share_text
-from csa_dispatch.parity.files import write_atomically
+from csa_dispatch.parity.files import check_writable, write_atomically
 from csa_dispatch.parity.report_html import html_text, write_html
 from csa_dispatch.parity.report_json import SCHEMA, json_text, write_json
 from csa_dispatch.parity.report_junit import junit_text, write_junit
@@ -277,3 +277,27 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         write_atomically(place, "new")
     assert place.read_text(encoding="utf-8") == "old"
     assert os.listdir(tmp_path) == ["report"]
+
+
+def test_what_is_no_regular_file_is_written_to_and_not_replaced(tmp_path):
+    real, link, pipe = tmp_path / "real", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(real)
+    check_writable(str(link))
+    write_atomically(link, "new")
+    assert link.is_symlink()
+    assert real.read_text() == "new"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_atomically(pipe, "piped")
+    assert os.read(reader, 10) == b"piped"
+    os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_a_place_that_cannot_be_written_to_is_found_beforehand(tmp_path):
+    check_writable(None, "-", str(tmp_path / "new" / "report.json"))
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "file").touch()
+    for bad in (str(tmp_path), str(tmp_path / "file" / "report.json")):
+        with pytest.raises(OSError, match=str(tmp_path)):
+            check_writable(bad)
