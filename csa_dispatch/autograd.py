@@ -58,6 +58,7 @@ class AttentionFunction(torch.autograd.Function):
         *tensors, output, lse = ctx.saved_tensors
         call = Call(*tensors, *ctx.scalars)
         needs: Needs = ctx.needs_input_grad[:4]
+        grad_output = grad_output.resolve_neg()  # a kernel reads memory, not lazy signs
         with torch.no_grad():
             gradients = ctx.runner.backward(call, output, lse, grad_output, needs)
         if torch.is_grad_enabled():  # create_graph=True

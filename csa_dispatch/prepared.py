@@ -78,15 +78,23 @@ def autocast_arguments(arguments: Arguments) -> Arguments:
 
 
 def is_plain(arguments: Arguments) -> bool:
-    """Whether the call may skip the operators: plain tensors, eager mode, no dispatch mode."""
+    """Whether the call may skip the operators: plain tensors, eager mode, no dispatch mode.
+
+    Tensors whose negation is lazy, as of ``z.conj().imag``, are not plain: a kernel that reads
+    their memory would miss the sign. The operators get them resolved.
+    """
     if torch.compiler.is_compiling() or _dispatch_modes() or transforms_active():
         return False
-    query, local_kv = arguments[:2]
+    query, local_kv, sparse_kv, _, sink = arguments[:5]
     if query is None or local_kv is None:
         return False  # validation says so
     for value in arguments[:8]:
         if type(value) not in PLAIN_TYPES:
             return False
+    if query.is_neg() or local_kv.is_neg():
+        return False
+    if (sparse_kv is not None and sparse_kv.is_neg()) or (sink is not None and sink.is_neg()):
+        return False
     return query.layout is torch.strided and not query.is_meta
 
 

@@ -183,7 +183,11 @@ _noticed: set[tuple[object, ...]] = set()
 
 
 def _notice_fallback(decision: Decision) -> None:
-    """Say once per distinct cause that a faster backend for this device was passed over."""
+    """Say once per distinct cause that a faster backend for this device was passed over.
+
+    A cause is a bound that a call broke, whatever its value there: lengths that vary from call
+    to call must not warn, and be remembered, one by one.
+    """
     passed_over: dict[str, tuple[Reason, ...]] = {}
     for item in decision.considered:
         if not item.reasons:
@@ -196,7 +200,11 @@ def _notice_fallback(decision: Decision) -> None:
     message = f"{decision.forward} runs a call that a faster backend could not."
     if mode == "error":
         raise BackendRefused(f"{message} CSA_DISPATCH_FALLBACK=error forbids it.", passed_over)
-    key = (decision.forward, *((name, *reasons) for name, reasons in passed_over.items()))
+    causes = (
+        (name, *((reason.field, reason.required) for reason in reasons))
+        for name, reasons in passed_over.items()
+    )
+    key = (decision.forward, *causes)
     if key in _noticed:
         return
     _noticed.add(key)

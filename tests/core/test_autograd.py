@@ -9,7 +9,14 @@ import pytest
 import torch
 
 import csa_dispatch
-from csa_dispatch import BackendRefused, Capabilities, attention, record_receipts, use_backend
+from csa_dispatch import (
+    BackendRefused,
+    Call,
+    Capabilities,
+    attention,
+    record_receipts,
+    use_backend,
+)
 from tests.core.probes import Inputs, WindowBackend, inputs
 
 BACKENDS = ["eager", "attention_gym"]
@@ -145,3 +152,37 @@ def test_meta_and_fake_tensors_give_shapes_without_running() -> None:
     assert (output.shape, lse.shape) == (made.query.shape, (1, 4, 8))
     assert lse.dtype == torch.float32
     assert receipts == []
+
+
+class RawMemory(WindowBackend):
+    """Refuses what a kernel that reads memory by address would get wrong."""
+
+    def forward(self, call: Call):
+        assert not any(t.is_neg() for t in call if isinstance(t, torch.Tensor))
+        return super().forward(call)
+
+    def backward(self, call, output, lse, grad_output, needs):
+        assert not any(t.is_neg() for t in (*call, grad_output) if isinstance(t, torch.Tensor))
+        return super().backward(call, output, lse, grad_output, needs)
+
+
+@pytest.mark.parametrize("lazy", ["query", "local_kv", "attention_sink", "grad_output"])
+def test_backends_never_see_a_lazy_negation(registered: Any, lazy: str) -> None:
+    registered(RawMemory("raw"))
+    shapes = {"query": (1, 2, 5, 8), "local_kv": (1, 1, 5, 8), "attention_sink": (2,)}
+    shapes["grad_output"] = shapes["query"]
+    found = []
+    for resolved in (False, True):
+        torch.manual_seed(0)
+        made = {n: torch.randn(*s, dtype=torch.complex64) for n, s in shapes.items()}
+        plain = {n: z.imag.clone() for n, z in made.items()}
+        plain[lazy] = made[lazy].conj().imag
+        assert plain[lazy].is_neg()
+        if resolved:
+            plain[lazy] = plain[lazy].resolve_neg()
+        grad_output = plain.pop("grad_output")
+        leaves = {n: t.detach().requires_grad_() for n, t in plain.items()}
+        output = attention(**leaves, sliding_window_size=3, backend="raw")
+        found.append((output, *torch.autograd.grad(output, list(leaves.values()), grad_output)))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

@@ -146,6 +146,7 @@ def test_fallback_is_noticed_once_forbidden_or_allowed(registered: Any, environm
             warnings.simplefilter("error")
             attention(**call)
             attention(**{**call, "sliding_window_size": 3})
+            attention(torch.randn(1, 2, 5, 24), torch.randn(1, 1, 5, 24))  # the same bound
         environment("CSA_DISPATCH_FALLBACK", "error")
         with pytest.raises(BackendRefused, match="FALLBACK=error"):
             attention(**call)
