@@ -11,7 +11,7 @@ from types import ModuleType
 from torch import Tensor
 
 from csa_dispatch.backend import Availability, Backend
-from csa_dispatch.call import Call, Gradients, Kind, token_bounds
+from csa_dispatch.call import Call, Gradients, token_bounds
 from csa_dispatch.call_spec import CallSpec, deterministic_mode, spec_of
 from csa_dispatch.capabilities import Between, Capabilities, OneOf
 from csa_dispatch.reasons import Reason
@@ -29,26 +29,6 @@ def _compute_capability(spec: CallSpec) -> Reason | None:
     return Reason("capability", str(spec.capability), "at least 80", "use the eager backend")
 
 
-def _right_on_gpus(spec: CallSpec) -> Reason | None:
-    """On CUDA: head dims are multiples of 64; gathers have H / G up to 16 or over 32 (*)."""
-    # (*) Any H / G for the kernels of SM90 at head_dim 512 in bf16. On an H200 narrower parts of
-    # a head dimension gave wrong results, and tiles of 32 rows NaN; what was changed since has
-    # not run on a GPU, so it is not claimed.
-    if spec.device_type != "cuda":
-        return None
-    if spec.head_dim % 64:
-        actual, needed = str(spec.head_dim), "a multiple of 64 on CUDA"
-        return Reason("head_dim", actual, needed, "use the eager backend")
-    group = spec.heads // spec.kv_heads
-    specialised = (spec.capability, spec.head_dim, spec.dtype) == (90, 512, "bfloat16")
-    if (specialised and not spec.deterministic) or spec.kind is not Kind.GATHER:
-        return None
-    if 16 < group <= 32:
-        needed = "at most 16 or over 32 query heads a KV head on CUDA"
-        return Reason("heads", str(group), needed, "use the eager backend")
-    return None
-
-
 def _capabilities() -> Capabilities:
     interpreted = is_interpreted()
     return Capabilities(
@@ -59,7 +39,7 @@ def _capabilities() -> Capabilities:
         ),
         heads=Between(1, 256),
         head_dim=Between(1, 576),
-        predicates=(_compute_capability, _right_on_gpus),
+        predicates=(_compute_capability,),
         remedies=(("device_type", "set TRITON_INTERPRET=1 before start"),),
     )
 
