@@ -127,8 +127,8 @@ def token_bounds(call: Call) -> TokenBounds | None:
 
 
 def _packed_bounds(call: Call, position: Tensor) -> TokenBounds:
-    offsets = call.cu_seqlens
-    assert offsets is not None
+    assert call.cu_seqlens is not None
+    offsets = call.cu_seqlens.clamp(min=0)
     # Rows past the last offset get document N, whose clamped spans below are empty.
     document = torch.searchsorted(offsets[1:].contiguous(), position, right=True)
     documents = offsets.shape[0] - 1
@@ -137,8 +137,9 @@ def _packed_bounds(call: Call, position: Tensor) -> TokenBounds:
     start = torch.where(spare, position + 1, offsets[document])
     if call.sparse_kv is None:
         return TokenBounds(start[None], None, None)
-    pool_offsets = call.cu_seqlens_k
-    assert pool_offsets is not None
+    assert call.cu_seqlens_k is not None
+    # Offsets past the pool are a caller's mistake; no kernel may read past it for that.
+    pool_offsets = call.cu_seqlens_k.clamp(0, call.sparse_kv.shape[2])
     pool_start = pool_offsets[document]
     pool_end = torch.where(spare, pool_start, pool_offsets[document + 1])
     if call.kind is Kind.DENSE:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from csa_dispatch import attention, record_receipts
+from csa_dispatch import BackendRefused, attention, record_receipts
 
 OFFSETS = torch.tensor([0, 3, 8], dtype=torch.int32)
 
@@ -127,3 +127,32 @@ def test_the_same_error_whatever_backend_is_forced(backend: str):
 
 def test_the_unchanged_call_is_good(backend: str):
     assert attention(**arguments(), backend=backend).isfinite().all()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_offsets_past_the_pool_read_nothing_past_it(backend: str, kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(24)
+    query = torch.randn(1, 2, 8, 16, generator=generator)
+    local_kv = torch.randn(1, kv_heads, 8, 16, generator=generator)
+    sparse_kv = torch.randn(1, kv_heads, 6, 16, generator=generator)
+    kv_indices = torch.tensor([0, 2, 3, 5, 6, 40], dtype=torch.int32).expand(1, 8, 6)
+
+    def result(last: int) -> Tensor:
+        output = attention(
+            query,
+            local_kv,
+            sparse_kv,
+            kv_indices,
+            sliding_window_size=2,
+            cu_seqlens=OFFSETS,
+            cu_seqlens_k=torch.tensor([0, 3, last], dtype=torch.int32),
+            backend=backend,
+        )
+        assert isinstance(output, Tensor)
+        return output
+
+    try:
+        within = result(6)
+    except BackendRefused:
+        pytest.skip(f"{backend} does not claim {kv_heads} KV heads for 2 heads")
+    assert torch.equal(result(50), within)
