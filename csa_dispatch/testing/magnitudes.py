@@ -79,10 +79,8 @@ def magnitudes(call: Call, grad_output: Tensor) -> Magnitudes:
         dlocal[b].index_add_(1, _index(row.visible.local, device), dkv[:, :cut])
         if dpool is not None:
             dpool[b].index_add_(1, _index(row.visible.pool, device), dkv[:, cut:])
-        if sink is not None and dsink is not None:
-            share = torch.exp(sink.detach().double().reshape(row.lse.shape) - row.lse)
-            share = torch.where(alive[..., 0], share, 0.0)
-            dsink += (share.square() * (delta.square() + rho.square())[..., 0]).flatten()
+        if dsink is not None:
+            dsink += (row.sink_weight.square() * (delta.square() + rho.square())[..., 0]).flatten()
         terms = scale * (query2 @ keys2.mT).sqrt()
         for size in (row.scores.abs(), terms, row.lse[row.lse.isfinite()].abs()):
             logit = torch.maximum(

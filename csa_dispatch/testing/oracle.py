@@ -37,6 +37,7 @@ class Row(NamedTuple):
         query: ``[G, H/G, D]``.
         keys: ``[G, N, D]``, the ``N`` visible rows, window first.
         weights: ``[G, H/G, N]``, ``exp(z - lse)``; 0 for heads whose sink is +inf.
+        sink_weight: ``[G, H/G]``, ``exp(sink - lse)``; 0 for heads whose sink is +inf.
         scores: ``[G, H/G, N]``, ``z = scale * <query, key>``.
         lse: ``[G, H/G]``, the sink included.
         output: ``[G, H/G, D]``.
@@ -48,6 +49,7 @@ class Row(NamedTuple):
     query: Tensor
     keys: Tensor
     weights: Tensor
+    sink_weight: Tensor
     scores: Tensor
     lse: Tensor
     output: Tensor
@@ -124,8 +126,9 @@ def oracle_rows(call: Call, tokens: Collection[int] | None = None) -> Iterator[R
                 keys = torch.cat([keys, _take(call.sparse_kv, b, visible.pool)], dim=1)
             q = query[b, :, t].double().reshape(*shape, head_dim)
             scores = call.scale * (q @ keys.mT)
-            weights, lse = _softmax_with_sink(scores, sink)
-            yield Row(b, t, visible, q, keys, weights, scores, lse, weights @ keys)
+            weights, sink_weight, lse = _softmax_with_sink(scores, sink)
+            output = weights @ keys
+            yield Row(b, t, visible, q, keys, weights, sink_weight, scores, lse, output)
 
 
 def _take(kv: Tensor, batch: int, rows: list[int]) -> Tensor:
@@ -134,9 +137,11 @@ def _take(kv: Tensor, batch: int, rows: list[int]) -> Tensor:
     return kv.detach()[batch].index_select(1, index).double()
 
 
-def _softmax_with_sink(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``exp(z - lse)`` and ``lse = log(sum_j exp(z_j) + exp(sink))`` for ``z`` ``[G, H/G, N]``.
+def _softmax_with_sink(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights, the sink's weight and ``lse = log(sum_j exp(z_j) + exp(sink))``.
 
+    For scores ``z`` ``[G, H/G, N]``. Weights are divided by the sum they belong to, and not
+    taken as ``exp(z - lse)``: the rounding of a huge lse would keep them from adding up to 1.
     A sink of +inf takes the limit: lse is +inf and every weight 0.
     """
     largest = scores.max(dim=-1).values
@@ -144,9 +149,12 @@ def _softmax_with_sink(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Ten
         sink = torch.full_like(largest, -math.inf)
     takes_all = sink == math.inf
     largest = torch.where(takes_all, 0.0, torch.maximum(largest, sink))
-    total = torch.exp(scores - largest[..., None]).sum(-1) + torch.exp(sink - largest)
+    weights = torch.exp(scores - largest[..., None])
+    sink_weight = torch.exp(sink - largest)
+    total = weights.sum(-1) + sink_weight
     lse = largest + torch.log(total)
-    return torch.exp(scores - lse[..., None]), lse
+    weights = torch.where(takes_all[..., None], 0.0, weights / total[..., None])
+    return weights, torch.where(takes_all, 0.0, sink_weight / total), lse
 
 
 def oracle_forward(call: Call, tokens: Collection[int] | None = None) -> tuple[Tensor, Tensor]:
@@ -187,7 +195,6 @@ def oracle_gradients(
     Returns:
         Gradients as float64, each in its input's shape; None where the call has no such input.
     """
-    groups = call.local_kv.shape[1]
     sink = call.attention_sink
 
     def zeros(like: Tensor | None) -> Tensor | None:
@@ -210,11 +217,8 @@ def oracle_gradients(
         _add(grads.local_kv[row.batch], row.visible.local, dkv[:, :cut])
         if grads.sparse_kv is not None:
             _add(grads.sparse_kv[row.batch], row.visible.pool, dkv[:, cut:])
-        if sink is not None and grads.attention_sink is not None:
-            logit = sink.detach().double().reshape(groups, -1)
-            # exp(inf - inf) of a sink that takes all is not wanted: its gradient is 0.
-            share = torch.exp(torch.where(alive, logit - row.lse, -math.inf))
-            grads.attention_sink.sub_((share * delta[..., 0]).flatten())
+        if grads.attention_sink is not None:
+            grads.attention_sink.sub_((row.sink_weight * delta[..., 0]).flatten())
     return grads
 
 

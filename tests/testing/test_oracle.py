@@ -54,6 +54,21 @@ def test_repeated_slot_counts_as_often_as_it_occurs():
     torch.testing.assert_close(gradients.sparse_kv.flatten(), torch.tensor([0.25, 0.75]).double())
 
 
+def test_weights_add_up_to_one_under_extreme_logits():
+    """Beside an lse of 1e38 float64 resolves nothing: exp(z - lse) would be 1 for each key."""
+    pool = torch.tensor([[2.0], [2.0]]).double()[None, None]
+    call = simple_call(
+        [[1.0]],
+        [[0.0]],
+        sliding_window_size=0,
+        sparse_kv=pool,
+        kv_indices=torch.tensor([[[0, 1, 1]]]),
+        scale=1e38,
+    )
+    output, _ = oracle_forward(call)
+    assert output.item() == 2
+
+
 def test_rows_without_keys_give_zero_and_the_sink():
     nan = torch.full((1, 1, 2, 1), math.nan, dtype=torch.float64)
     call = simple_call([[1.0], [1.0]], [[1.0], [1.0]], sliding_window_size=0)
