@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .call import Call, Kind
+from .validation import DTYPES, fail
 
 GRADIENT_INPUTS = ("query", "local_kv", "sparse_kv", "attention_sink")
 
@@ -70,6 +71,36 @@ class CallSpec(NamedTuple):
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
+
+
+def check_spec(spec: CallSpec) -> None:
+    """Refuse a hand-made CallSpec that describes no call ``attention()`` would take.
+
+    Raises:
+        ValueError: a field out of its range, or two that contradict each other.
+    """
+    dtypes = [_name(dtype) for dtype in DTYPES]
+    choices: dict[str, tuple[object, list[str]]] = {
+        "dtype": (spec.dtype, dtypes),
+        "documents": (spec.documents, ["none", "cu_seqlens", "doc_ids"]),
+        "sink": (spec.sink, ["none", *dtypes]),
+        "index_dtype": (spec.index_dtype, ["none", "int32", "int64"]),
+        "strides": (spec.strides, ["aligned", "unit", "any"]),
+        "kind": (spec.kind, [kind.value for kind in Kind]),
+    }
+    for field, (value, allowed) in choices.items():
+        if value not in allowed:
+            fail(field, repr(value), f"one of {', '.join(allowed)}")
+    for field in ("batch", "heads", "kv_heads", "tokens", "head_dim"):
+        if getattr(spec, field) < 1:
+            fail(field, getattr(spec, field), "1 or more")
+    for field in ("pool", "slots", "window", "compress_ratio"):
+        if getattr(spec, field) < 0:
+            fail(field, getattr(spec, field), "0 or more")
+    if spec.heads % spec.kv_heads:
+        fail("kv_heads", spec.kv_heads, f"a divisor of the {spec.heads} heads")
+    if spec.documents == "cu_seqlens" and spec.batch != 1:
+        fail("batch", spec.batch, "1 with cu_seqlens", "Pack the batch, or use doc_ids.")
 
 
 @lru_cache(maxsize=64)

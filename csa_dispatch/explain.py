@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import torch
 from torch import Tensor
 
 from .autograd import needs_of
-from .call_spec import CallSpec, spec_of
+from .call_spec import CallSpec, check_spec, spec_of
 from .forcing import forced_by
 from .policy import current_policy
 from .prepared import Arguments, autocast_arguments, checked_call, is_plain
@@ -87,6 +88,17 @@ def describe_call(
     return spec_of(call, needs_of(call), tracing=not is_plain(arguments))
 
 
+def describe(
+    name: str, query: Tensor, tensors: tuple[Tensor | None, ...], arguments: dict[str, object]
+) -> CallSpec:
+    """``describe_call`` on behalf of the function ``name``, which errors are to name."""
+    try:
+        inspect.signature(describe_call).bind(query, *tensors, **arguments)
+    except TypeError as error:
+        raise TypeError(f"{name}(): {error}.") from None
+    return describe_call(query, *tensors, **arguments)  # pyright: ignore
+
+
 def explain(
     query: Tensor | CallSpec,
     *tensors: Tensor | None,
@@ -109,17 +121,19 @@ def explain(
         arguments: ``attention()``'s keyword arguments.
 
     Raises:
-        TypeError, ValueError: as ``attention()``; or a device that does not parse.
+        TypeError, ValueError: as ``attention()``; a CallSpec that contradicts itself; or a
+            device that does not parse.
     """
     if isinstance(query, CallSpec):
         if tensors or arguments:
             extra = ", ".join(arguments) or "tensors"
             raise TypeError(f"explain(CallSpec) takes no further call arguments; got {extra}.")
+        check_spec(query)
         spec = query
     else:
         arguments.pop("return_lse", None)
         arguments.pop("check_values", None)
-        spec = describe_call(query, *tensors, **arguments)  # pyright: ignore
+        spec = describe("explain", query, tensors, arguments)
     hypothetical = device is not None
     if device is not None:
         device_type, capability = parse_device(device)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .autograd import needs_of
 from .call import Kind
-from .call_spec import CallSpec, spec_of
-from .explain import describe_call, explain
+from .call_spec import CallSpec, check_spec, spec_of
+from .explain import describe, explain
 from .layouts import LAYOUTS
 from .policy import Entry
 from .prepared import (
@@ -164,7 +164,7 @@ class Plan:
         """A plan from ``to_dict``'s data.
 
         Raises:
-            ValueError: missing or unknown keys.
+            ValueError: missing or unknown keys, or a value of the wrong type.
         """
         try:
             spec = dict(data["spec"])
@@ -172,9 +172,15 @@ class Plan:
             spec["needs_grad"] = tuple(spec["needs_grad"])
             rest = {key: value for key, value in data.items() if key not in ("spec", "versions")}
             versions = tuple(dict(data["versions"]).items())
-            return Plan(spec=CallSpec(**spec), versions=versions, **rest)
-        except (KeyError, TypeError) as error:
+            plan = Plan(spec=CallSpec(**spec), versions=versions, **rest)
+            check_spec(plan.spec)
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"plan data is malformed: {error}") from None
+        for name in ("forward", "backward", "policy", "why"):
+            value = getattr(plan, name)
+            if not isinstance(value, str):
+                raise ValueError(f"plan data is malformed: {name} is {value!r}; it must be text.")
+        return plan
 
 
 def resolve(
@@ -193,7 +199,7 @@ def resolve(
         TypeError, ValueError: as ``attention()``.
         BackendRefused: nothing eligible, or the forced backend cannot run it; with Reasons.
     """
-    spec = query if isinstance(query, CallSpec) else describe_call(query, *tensors, **arguments)  # pyright: ignore
+    spec = query if isinstance(query, CallSpec) else describe("resolve", query, tensors, arguments)
     decision = explain(spec, backend=backend, backward_backend=backward_backend)
     if decision.forward is None:
         raise BackendRefused(f"no plan: {decision.why}.", decision.refused())

@@ -61,13 +61,10 @@ def explain(
     policy: Annotated[str | None, typer.Option(help="Path of a policy file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say which backend would run a call, why, and why not each of the others."""
-    if dtype not in ("bfloat16", "float16", "float32", "float64"):
-        raise typer.BadParameter(f"{dtype!r} is not a supported dtype", param_hint="--dtype")
-    if documents not in ("none", "cu_seqlens", "doc_ids"):
-        raise typer.BadParameter(f"{documents!r} is not known", param_hint="--documents")
-    if heads % kv_heads:
-        raise typer.BadParameter(f"{kv_heads} does not divide {heads}", param_hint="--kv-heads")
+    """Say which backend would run a call, why, and why not each of the others.
+
+    Exits 0 when one would, 1 when none can, 2 on a bad argument.
+    """
     gather, window_only = kind is Kind.GATHER, kind is Kind.WINDOW
     device_type, capability = _this_device()
     spec = CallSpec(
@@ -97,11 +94,19 @@ def explain(
                 decision = _explain(spec, device, backend, backward_backend)
     if as_json:
         print_json(decision.to_dict())
-        return
+    else:
+        _print(decision, device)
+    if decision.forward is None:
+        raise typer.Exit(1)
+
+
+def _print(decision: Decision, device: str | None) -> None:
+    spec = decision.spec
     where = device or ("this machine, " + _device_name(spec))
-    console.print(decision_table(decision, f"{kind.value}, {dtype}, head_dim {head_dim}, {where}"))
+    title = f"{spec.kind.value}, {spec.dtype}, head_dim {spec.head_dim}, {where}"
+    console.print(decision_table(decision, title))
     console.print(f"forward: [bold]{decision.forward}[/bold]", highlight=False)
-    if grad:
+    if spec.differentiable:
         console.print(f"backward: [bold]{decision.backward}[/bold]", highlight=False)
     console.print(escape(f"why: {decision.why} (policy {decision.policy})"), highlight=False)
     for note in decision.notes:

@@ -70,10 +70,17 @@ def test_plan_is_frozen_and_malformed_data_is_refused() -> None:
     plan = resolve(inputs().query, inputs().local_kv)
     with pytest.raises(AttributeError):
         plan.forward = "triton"  # pyright: ignore[reportAttributeAccessIssue]
+    data = plan.to_dict()
     for key in ("spec", "forward"):
-        data = {name: value for name, value in plan.to_dict().items() if name != key}
+        less = {name: value for name, value in data.items() if name != key}
         with pytest.raises(ValueError, match="plan data is malformed"):
-            Plan.from_dict(data)
+            Plan.from_dict(less)
+    wrong = ({"forward": 5}, {"backward": None}, {"spec": {**data["spec"], "kv_heads": 3}})
+    for change in wrong:
+        with pytest.raises(
+            ValueError, match=r"plan data is malformed: (forward|backward|kv_heads)"
+        ):
+            Plan.from_dict({**data, **change})
 
 
 def test_nothing_eligible_is_no_plan(registered: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from csa_dispatch import (
     attention,
     explain,
     load_policy,
+    resolve,
     use_policy,
 )
 from csa_dispatch.policy import default_policy, parse_policy
@@ -185,6 +187,33 @@ def test_explain_answers_for_real_meta_and_fake_tensors_and_other_devices() -> N
             explain(*made, device=wrong)
     with pytest.raises(TypeError, match="device is 90"):
         explain(*made, device=90)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"documents": "cu_seqlens", "batch": 2}, "batch is 2; it must be 1 with cu_seqlens"),
+        ({"kv_heads": 5}, "kv_heads is 5; it must be a divisor of the 64 heads"),
+        ({"tokens": 0}, "tokens is 0"),
+        ({"slots": -1}, "slots is -1"),
+        ({"dtype": "int8"}, "dtype is 'int8'; it must be one of float64"),
+        ({"documents": "packed"}, "documents is 'packed'"),
+    ],
+)
+def test_specs_of_calls_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
+    spec = CallSpec(**fields)
+    for ask in (explain, resolve):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            ask(spec)
+
+
+def test_missing_and_unknown_arguments_are_laid_at_the_right_door() -> None:
+    query = inputs().query
+    for ask in (explain, resolve):
+        with pytest.raises(TypeError, match=rf"{ask.__name__}\(\): missing .* 'local_kv'"):
+            ask(query)
+        with pytest.raises(TypeError, match=rf"{ask.__name__}\(\): .* 'windows'"):
+            ask(query, inputs().local_kv, windows=3)
 
 
 def test_decision_reads_well_and_is_json(registered: Any) -> None:

@@ -131,6 +131,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "doc_ids is of shape",
     ),
     "device": ({"sparse_kv": torch.empty(1, 1, 6, 16, device="meta")}, ValueError, "on meta"),
+    "lazy parameter": (
+        {"attention_sink": torch.nn.UninitializedParameter()},
+        ValueError,
+        "attention_sink is an uninitialised parameter",
+    ),
     "sparse tensor": ({"local_kv": torch.eye(4).to_sparse()}, ValueError, "local_kv is of layout"),
     "backend": ({"backend": "eagre"}, ValueError, "Did you mean 'eager'"),
     "backend type": ({"backend": 3}, TypeError, "backend is 3"),
