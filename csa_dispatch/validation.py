@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .layouts import LAYOUTS, Layout
 
@@ -64,7 +64,7 @@ def validate(
     for name, value in {"query": query, "local_kv": local_kv, **given}.items():
         if not isinstance(value, Tensor):
             fail(name, type(value).__name__, "a torch.Tensor", error=TypeError)
-        if isinstance(value, UninitializedTensorMixin):
+        if isinstance(value, (UninitializedParameter, UninitializedBuffer)):
             fail(name, "an uninitialised parameter", "materialised", "Run its module once first.")
         if value.layout is not torch.strided or value.is_nested:
             kind = "nested" if value.is_nested else f"of layout {value.layout}"
