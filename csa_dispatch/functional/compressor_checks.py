@@ -1,0 +1,83 @@
+"""Argument checks of the compressor, from metadata alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from csa_dispatch.validation import DTYPES, fail
+
+OVERLAPPING_RATIO = 4
+"""The ratio that V4 pools with two overlapping branches."""
+
+
+def check_ratio(compress_ratio: int) -> None:
+    """Raise unless ``compress_ratio`` is a positive int."""
+    if isinstance(compress_ratio, bool) or not isinstance(compress_ratio, int):
+        kind = type(compress_ratio).__name__
+        fail("compress_ratio", f"{compress_ratio!r} ({kind})", "an int", error=TypeError)
+    if compress_ratio < 1:
+        fail("compress_ratio", compress_ratio, "1 or more tokens an entry")
+
+
+def check_compressor(
+    values: Tensor,
+    gates: Tensor,
+    position_bias: Tensor,
+    compress_ratio: int,
+    overlapping: bool | None,
+    cu_seqlens: Tensor | None,
+) -> bool:
+    """Raise for bad arguments of ``compress_kv``; whether the form is the overlapping one."""
+    check_ratio(compress_ratio)
+    if overlapping is None:
+        overlapping = compress_ratio == OVERLAPPING_RATIO
+    tensors = {"values": values, "gates": gates, "position_bias": position_bias}
+    if cu_seqlens is not None:
+        tensors["cu_seqlens"] = cu_seqlens
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            fail(name, type(tensor).__name__, "a torch.Tensor", error=TypeError)
+        if tensor.device != values.device:
+            fail(name, f"on {tensor.device}", f"on values' device, {values.device}")
+    if values.dtype not in DTYPES:
+        fail("values", values.dtype, "float64, float32, bfloat16 or float16", error=TypeError)
+    if values.ndim != 3 or min(values.shape) < 1:
+        fail("values", f"of shape {list(values.shape)}", "[B, T, C] of positive sizes")
+    channels = values.shape[2]
+    if overlapping and channels % 2:
+        fail(
+            "values",
+            f"of {channels} channels",
+            "of an even number: branch a, then branch b",
+            "Pass overlapping=False for the plain form.",
+        )
+    if gates.shape != values.shape:
+        fail("gates", f"of shape {list(gates.shape)}", f"of values' shape, {list(values.shape)}")
+    if gates.dtype != values.dtype:
+        fail("gates", gates.dtype, f"of values' dtype, {values.dtype}", "Cast one of them.")
+    if list(position_bias.shape) != [compress_ratio, channels]:
+        required = f"[{compress_ratio}, {channels}], the ratio and values' channels"
+        fail("position_bias", f"of shape {list(position_bias.shape)}", required)
+    if position_bias.dtype not in (values.dtype, torch.float32):
+        required = f"of values' dtype ({values.dtype}) or float32"
+        fail("position_bias", position_bias.dtype, required)
+    if cu_seqlens is not None:
+        check_offsets(cu_seqlens, values.shape[0])
+    return overlapping
+
+
+def check_offsets(cu_seqlens: Tensor, batch: int) -> None:
+    """Raise unless ``cu_seqlens`` can be the offsets of one packed row."""
+    if batch != 1:
+        fail(
+            "cu_seqlens",
+            f"given with batch size {batch}",
+            "used with batch size 1",
+            "Pack the batch along the tokens.",
+        )
+    if cu_seqlens.dtype != torch.int32:
+        fail("cu_seqlens", cu_seqlens.dtype, "int32", "Cast it.", TypeError)
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        shape = list(cu_seqlens.shape)
+        fail("cu_seqlens", f"of shape {shape}", "[N + 1], N documents of at least 1")

@@ -1,0 +1,115 @@
+"""``attention()`` for tokens that come after others: decoding and chunked prefill."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..api import attention
+
+
+def attention_with_past(
+    query: Tensor,
+    local_kv: Tensor,
+    sparse_kv: Tensor | None = None,
+    kv_indices: Tensor | None = None,
+    attention_sink: Tensor | None = None,
+    *,
+    past: int,
+    sliding_window_size: int,
+    compress_ratio: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """``attention()`` whose queries are the last ``T`` tokens of a longer sequence.
+
+    Equal to the last rows of ``attention()`` over the whole sequence, without computing the
+    others. Few tokens read their window as gathered rows, so one token costs one row of work;
+    more of them than window rows before them run with the window of ``attention()`` itself,
+    their queries padded in front by those rows.
+
+    Args:
+        query: ``[B, H, T, D]``, the queries of tokens ``past`` to ``past + T - 1``.
+        local_kv: ``[B, G, P + T, D]``: rows of the last ``P`` tokens before the queries, then the
+            queries' own. ``P`` is at least ``min(past, sliding_window_size - 1)``.
+        sparse_kv: ``[B, G, S, D]``, every entry that is complete by now, or None.
+        kv_indices: ``[B, T, K]``, as for ``attention()``.
+        attention_sink: ``[H]``.
+        past: tokens before the first query; what ``compress_ratio`` counts from.
+        sliding_window_size, compress_ratio, scale: as for ``attention()``.
+
+    Returns:
+        ``[B, H, T, D]``.
+
+    Raises:
+        ValueError: ``local_kv`` holds fewer rows than the window needs.
+    """
+    before, tokens = local_kv.shape[2] - query.shape[2], query.shape[2]
+    needed = min(past, max(sliding_window_size, 1) - 1)
+    if before < needed:
+        raise ValueError(
+            f"local_kv has {before} rows before the queries' own; it must have {needed}, "
+            f"the window's of {sliding_window_size} after {past} tokens."
+        )
+    if past == 0 and before == 0:
+        return attention(
+            query,
+            local_kv,
+            sparse_kv,
+            kv_indices,
+            attention_sink,
+            sliding_window_size=sliding_window_size,
+            compress_ratio=compress_ratio,
+            scale=scale,
+        )
+    # Rows further back than any query's window would be padded or copied for nothing.
+    before, local_kv = needed, local_kv[:, :, before - needed :]
+    if sparse_kv is not None and kv_indices is None and compress_ratio is not None:
+        kv_indices = complete_entries(query, sparse_kv.shape[2], past, compress_ratio)
+    if tokens > before:
+        padded = torch.nn.functional.pad(query, (0, 0, before, 0))
+        if kv_indices is not None:
+            kv_indices = torch.nn.functional.pad(kv_indices, (0, 0, before, 0), value=-1)
+        output = attention(
+            padded,
+            local_kv,
+            sparse_kv,
+            kv_indices,
+            attention_sink,
+            sliding_window_size=sliding_window_size,
+            scale=scale,
+        )
+        return output[:, :, before:]
+    rows = window_rows(query, before, sliding_window_size)
+    if sparse_kv is not None and kv_indices is not None:
+        picks = torch.where(kv_indices < 0, -1, kv_indices + local_kv.shape[2])
+        rows = torch.cat((rows, picks.to(rows.dtype)), dim=-1)
+    pool = local_kv if sparse_kv is None else torch.cat((local_kv, sparse_kv), dim=2)
+    return attention(
+        query,
+        local_kv[:, :, before:],
+        pool,
+        rows,
+        attention_sink,
+        sliding_window_size=0,
+        scale=scale,
+    )
+
+
+def complete_entries(query: Tensor, entries: int, past: int, compress_ratio: int) -> Tensor:
+    """Indices of every entry that is complete at each query, int32 ``[B, T, S]``, -1 unused."""
+    token = torch.arange(past + 1, past + 1 + query.shape[2], device=query.device)[:, None]
+    entry = torch.arange(entries, device=query.device, dtype=torch.int32)
+    table = torch.where(entry < token // compress_ratio, entry, -1)
+    return table.expand(query.shape[0], -1, -1)
+
+
+def window_rows(query: Tensor, before: int, window: int) -> Tensor:
+    """Rows of ``local_kv`` in each query's window, int32 ``[B, T, W]``, -1 unused.
+
+    Query t's own row is ``before + t``.
+    """
+    width = min(window, before + query.shape[2])
+    own = torch.arange(before, before + query.shape[2], device=query.device, dtype=torch.int32)
+    offset = torch.arange(width, device=query.device, dtype=torch.int32)
+    rows = own[:, None] - (width - 1) + offset
+    return rows.clamp(min=-1).expand(query.shape[0], -1, -1)
