@@ -1,0 +1,58 @@
+"""Small calls of every kernel, for NVIDIA's compute-sanitizer; each is held to the oracle too.
+
+    PYTHONPATH=.:backends PYTORCH_NO_CUDA_MEMORY_CACHING=1 \\
+        compute-sanitizer --tool memcheck --error-exitcode 9 python tests/gpu/sanitized.py
+    PYTHONPATH=.:backends compute-sanitizer --tool racecheck --error-exitcode 9 \\
+        python tests/gpu/sanitized.py [TEXT]
+
+Without torch's caching allocator each tensor is an allocation of its own, so that memcheck sees an
+access one element past it. TEXT chooses the calls whose name contains it. Exits 1 when a
+result leaves its error budget, 9 when the sanitizer finds a fault.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from csa_dispatch.testing import Case, backend_run, check_case
+
+KINDS = (
+    {"kind": "gather"},
+    {"kind": "gather", "documents": "cu_seqlens", "index_dtype": "int64"},
+    {"kind": "dense-compressed"},
+    {"kind": "window", "documents": "doc_ids", "batch": 2},
+)
+SHAPES = (
+    {"heads": 64, "head_dim": 512, "dtype": "bfloat16"},  # the specialised kernels on SM90
+    {"heads": 31, "head_dim": 80, "dtype": "float16"},
+    {"heads": 6, "kv_heads": 2, "head_dim": 64, "dtype": "float32"},
+)
+SIZES = {"tokens": 24, "pool": 70, "slots": 67, "window": 9, "content": "scattered"}
+
+
+def cases() -> list[Case]:
+    """Every kind at every shape, and the deterministic backward of each."""
+    return [
+        Case(**{**SIZES, **kind, **shape, "deterministic": deterministic})  # type: ignore
+        for shape in SHAPES
+        for kind in KINDS
+        for deterministic in (False, True)
+    ]
+
+
+def main(text: str) -> int:
+    failed = 0
+    for case in cases():
+        if text not in case.name:
+            continue
+        result = check_case(case, backend_run("triton"), device="cuda")
+        torch.cuda.synchronize()
+        failed += result.status != "pass"
+        print(result.status, case.name, result.message, flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main("".join(sys.argv[1:])))
