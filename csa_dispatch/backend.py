@@ -7,10 +7,12 @@ attn_gym, flash_attn, ...): ``probe`` looks for it and ``forward``/``backward`` 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .call import Call, Gradients
-from .capabilities import Capabilities
+from .capabilities import Capabilities, Claims
 from .reasons import Reason
 
 if TYPE_CHECKING:
@@ -33,8 +35,33 @@ class Availability(NamedTuple):
     reason: Reason | None = None
 
 
+class Operation:
+    """A backend's implementation of an operation beside attention; subclass it.
+
+    Attributes:
+        forward_capabilities: what ``forward`` supports, of the operation's own Claims class.
+        backward_capabilities: what ``backward`` supports, or None when there is none.
+    """
+
+    forward_capabilities: Claims
+    backward_capabilities: Claims | None = None
+
+    def forward(self, call: Any) -> Any:
+        """Run the operation; what it takes and returns is the operation's contract."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward")
+
+    def backward(self, call: Any, *saved: Any) -> Any:
+        """Run the backward, where the operation has one."""
+        raise NotImplementedError(f"{type(self).__name__} has no backward")
+
+    def notes(self, spec: Any) -> tuple[str, ...]:
+        """What a reader of ``explain`` should know of this call."""
+        del spec
+        return ()
+
+
 class Backend:
-    """One implementation of the operation; subclass it and set the attributes.
+    """One implementation of attention; subclass it and set the attributes.
 
     Attributes:
         name: what ``backend=`` and policies call it.
@@ -44,6 +71,8 @@ class Backend:
             asked with the same CallSpec. Any backward works with any forward: the contract
             between them is the output and the sink-inclusive natural-log lse alone.
         evidence: what has been shown to work: "verified", "lowered" or "contract-tested".
+        operations: operations beside attention that it implements, by name, e.g.
+            ``{"lightning_indexer": MyIndexer()}``.
     """
 
     name: str
@@ -51,6 +80,11 @@ class Backend:
     forward_capabilities: Capabilities
     backward_capabilities: Capabilities | None = None
     evidence: str = "verified"
+    operations: Mapping[str, Operation] = MappingProxyType({})
+
+    def implementation(self, operation: str) -> Backend | Operation | None:
+        """What runs ``operation``: the backend itself for attention; None when nothing does."""
+        return self if operation == "attention" else self.operations.get(operation)
 
     def probe(self) -> Availability:
         """Look for the dependency, cheaply and without importing it where that is possible.

@@ -63,6 +63,8 @@ class CallSpec(NamedTuple):
     deterministic: bool = False
     tracing: bool = False
 
+    operation = "attention"
+
     @property
     def differentiable(self) -> bool:
         """Whether any input needs a gradient."""

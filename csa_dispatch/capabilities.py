@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from .call_spec import CallSpec
 from .reasons import Reason
+from .spec import Spec
 
 
 @runtime_checkable
 class Allowed(Protocol):
-    """The set of values a backend supports for one CallSpec field."""
+    """The set of values a backend supports for one field of a call's spec."""
 
     def __contains__(self, value: object) -> bool: ...
 
@@ -110,18 +110,51 @@ class AnyValue:
 ANY = AnyValue()
 FALSE = OneOf((False,), others=(True,))
 
-Predicate = Callable[[CallSpec], Reason | None]
-"""A constraint no table can state: returns a Reason, or None when the call fits."""
+Predicate = Callable[[Any], Reason | None]
+"""A constraint no table can state: returns a Reason, or None when the call's spec fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claims:
+    """What one direction (forward or backward) of one operation of a backend supports.
+
+    A subclass has a field for each field of the operation's spec that can be bounded.
+    ``remedies`` maps a field to advice shown in its Reason. ``predicates`` are small named
+    functions for constraints that combine fields; each has a docstring that states the
+    constraint, used in the support table.
+    """
+
+    predicates: tuple[Predicate, ...] = ()
+    remedies: tuple[tuple[str, str], ...] = ()
+
+    def bounds(self) -> dict[str, Allowed]:
+        """The fields this statement bounds, in the order of the class."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in ("predicates", "remedies")
+            and not isinstance(getattr(self, field.name), AnyValue)
+        }
+
+    def reasons(self, spec: Spec) -> tuple[Reason, ...]:
+        """Every constraint ``spec`` does not meet; empty when it is supported."""
+        remedies = dict(self.remedies)
+        found: list[Reason] = []
+        for name, allowed in self.bounds().items():
+            value = getattr(spec, name)
+            if value not in allowed:
+                actual = str(getattr(value, "value", value))
+                found.append(Reason(name, actual, allowed.describe(), remedies.get(name, "")))
+        for predicate in self.predicates:
+            reason = predicate(spec)
+            if reason is not None:
+                found.append(reason)
+        return tuple(found)
 
 
 @dataclass(frozen=True)
-class Capabilities:
-    """What one direction (forward or backward) of a backend supports.
-
-    Each field bounds the CallSpec field of the same name. ``remedies`` maps a field to advice
-    shown in its Reason. ``predicates`` are small named functions for constraints that combine
-    fields; each has a docstring that states the constraint, used in the support table.
-    """
+class Capabilities(Claims):
+    """Claims about ``attention()``: each field bounds the CallSpec field of the same name."""
 
     kind: Allowed = ANY
     dtype: Allowed = ANY
@@ -142,29 +175,3 @@ class Capabilities:
     strides: Allowed = ANY
     deterministic: Allowed = ANY
     tracing: Allowed = ANY
-    predicates: tuple[Predicate, ...] = ()
-    remedies: tuple[tuple[str, str], ...] = ()
-
-    def bounds(self) -> dict[str, Allowed]:
-        """The fields this statement bounds, in CallSpec order."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in ("predicates", "remedies")
-            and not isinstance(getattr(self, field.name), AnyValue)
-        }
-
-    def reasons(self, spec: CallSpec) -> tuple[Reason, ...]:
-        """Every constraint ``spec`` does not meet; empty when it is supported."""
-        remedies = dict(self.remedies)
-        found: list[Reason] = []
-        for name, allowed in self.bounds().items():
-            value = getattr(spec, name)
-            if value not in allowed:
-                actual = str(getattr(value, "value", value))
-                found.append(Reason(name, actual, allowed.describe(), remedies.get(name, "")))
-        for predicate in self.predicates:
-            reason = predicate(spec)
-            if reason is not None:
-                found.append(reason)
-        return tuple(found)

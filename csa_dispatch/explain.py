@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .autograd import needs_of
+from .auxiliary import describer
 from .call_spec import CallSpec, check_spec, spec_of
-from .forcing import forced_by
+from .forcing import forced_for
+from .operations import SPECS
 from .policy import current_policy
 from .prepared import Arguments, autocast_arguments, checked_call, is_plain
 from .routing import Decision, decide
 from .settings import settings
+from .spec import Spec
 from .transforms import any_autocast
 
 
@@ -100,8 +105,8 @@ def describe(
 
 
 def explain(
-    query: Tensor | CallSpec,
-    *tensors: Tensor | None,
+    query: Tensor | Spec | Callable[..., Any],
+    *tensors: Any,
     device: str | None = None,
     backend: str | None = None,
     backward_backend: str | None = None,
@@ -109,11 +114,13 @@ def explain(
 ) -> Decision:
     """What ``attention()`` would run for these arguments, why, and why not the others.
 
-    Takes ``attention()``'s arguments (real, meta or fake tensors) or a CallSpec. Never runs
-    anything and never raises for a refusal: ``forward`` is None then. Print the result.
+    Takes ``attention()``'s arguments (real, meta or fake tensors) or a CallSpec. For another
+    operation: its function and then that function's arguments, or its spec, as
+    ``explain(lightning_indexer, index_query, ...)``. Never runs anything and never raises for a
+    refusal: ``forward`` is None then. Print the result.
 
     Args:
-        query: the query, or a CallSpec built by hand.
+        query: the query, a spec built by hand, or a function of ``csa_dispatch.functional``.
         tensors: local_kv, sparse_kv, kv_indices, attention_sink, as for ``attention()``.
         device: ask about other hardware: "sm_103", "sm_90", "cpu". What is installed on this
             machine does not count then.
@@ -124,19 +131,27 @@ def explain(
         TypeError, ValueError: as ``attention()``; a CallSpec that contradicts itself; or a
             device that does not parse.
     """
-    if isinstance(query, CallSpec):
-        if tensors or arguments:
-            extra = ", ".join(arguments) or "tensors"
-            raise TypeError(f"explain(CallSpec) takes no further call arguments; got {extra}.")
-        check_spec(query)
-        spec = query
-    else:
-        arguments.pop("return_lse", None)
-        arguments.pop("check_values", None)
-        spec = describe("explain", query, tensors, arguments)
+    spec: Any = _spec_of(query, tensors, arguments)
     hypothetical = device is not None
     if device is not None:
         device_type, capability = parse_device(device)
         spec = spec._replace(device_type=device_type, capability=capability)
-    forced = forced_by(backend, backward_backend)
+    forced = forced_for(spec.operation, backend, backward_backend)
     return decide(spec, forced, current_policy(settings().policy), hypothetical=hypothetical)
+
+
+def _spec_of(query: Any, tensors: tuple[Any, ...], arguments: dict[str, object]) -> Spec:
+    """The spec of what ``explain`` was asked about."""
+    if isinstance(query, tuple(SPECS.values())):
+        if tensors or arguments:
+            extra = ", ".join(arguments) or "tensors"
+            name = type(query).__name__
+            raise TypeError(f"explain({name}) takes no further call arguments; got {extra}.")
+        if isinstance(query, CallSpec):
+            check_spec(query)
+        return query
+    if callable(query) and not isinstance(query, Tensor):
+        return describer(query)(*tensors, **arguments)
+    arguments.pop("return_lse", None)
+    arguments.pop("check_values", None)
+    return describe("explain", query, tensors, arguments)

@@ -7,17 +7,21 @@ from typing import NamedTuple
 
 import torch
 
-from .registry import known_backend
+from .registry import backends, known_backend
 from .settings import settings
 from .tracing import constant_when_traced
 
 
 class Forced(NamedTuple):
-    """Names the caller insists on, and who said so; None leaves the choice to the policy."""
+    """Names the caller insists on, and who said so; None leaves the choice to the policy.
+
+    ``note`` is what ``explain`` says of a name that was not taken.
+    """
 
     forward: str | None
     backward: str | None
     source: str
+    note: str = ""
 
 
 NOT_FORCED = Forced(None, None, "policy")
@@ -33,6 +37,9 @@ _traced: list[Forced] = []
 
 class use_backend:  # noqa: N801 - reads as a statement: `with use_backend("eager"):`
     """Run every ``attention()`` in the block on ``name``; nestable, async- and thread-safe.
+
+    So do operations of ``csa_dispatch.functional`` that ``name`` implements; the policy chooses
+    for the others.
 
     Args:
         name: backend for the forward and, unless ``backward`` names another, the backward.
@@ -92,6 +99,54 @@ def forced_by(backend: str | None, backward_backend: str | None) -> Forced:
     if backward_backend is not None:
         return Forced(outer.forward, backward_backend, "argument")
     return outer
+
+
+def forced_for(
+    operation: str,
+    backend: str | None,
+    backward_backend: str | None = None,
+    block: Forced | None = None,
+) -> Forced:
+    """``forced_by`` for an operation beside attention, which a backend may not implement.
+
+    A name given as argument stands: what it cannot run is refused. A name from a context or the
+    environment is about a whole program, so it counts where that backend implements the
+    operation and leaves the choice to the policy where not.
+
+    Args:
+        block: what a block entered inside traced code forces; outranks context and environment.
+
+    Raises:
+        TypeError, ValueError: as ``forced_by``.
+    """
+    forced = forced_by(backend, backward_backend)
+    if block is not None and backend is None:
+        forced = Forced(block.forward, backward_backend or block.backward, block.source)
+    names = [
+        name
+        for name, argument in ((forced.forward, backend), (forced.backward, backward_backend))
+        if name is not None and argument is None and not _implements(name, operation)
+    ]
+    if not names:
+        return forced
+    missing = " and ".join(dict.fromkeys(names))
+    return Forced(
+        None if forced.forward in names and backend is None else forced.forward,
+        None if forced.backward in names and backward_backend is None else forced.backward,
+        forced.source,
+        f"{forced.source} names {missing}, which has no {operation}",
+    )
+
+
+def _implements(name: str, operation: str) -> bool:
+    """Whether a backend has the operation; one that is broken is not let off by that."""
+    backend = backends()[name].backend
+    return backend is None or backend.implementation(operation) is not None
+
+
+def traced_block() -> Forced | None:
+    """What the innermost block entered inside traced code forces."""
+    return _traced[-1] if _traced else None
 
 
 def traced_arguments(

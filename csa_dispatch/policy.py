@@ -15,6 +15,10 @@ A policy file::
 The first rule whose ``when`` matches decides. Keys of ``when`` are CallSpec fields; a value is
 one value, a list of values, or ``{ min, max, multiple_of }``. An entry ``"a+b"`` runs forward
 on a and backward on b.
+
+A rule is about ``attention()`` unless its ``operation`` names another operation; then the keys of
+``when`` are fields of that operation's spec. A policy without any rule about an operation leaves
+it to the shipped policy.
 """
 
 from __future__ import annotations
@@ -29,8 +33,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .call import Kind
-from .call_spec import CallSpec
 from .capabilities import Allowed, Between, OneOf
+from .operations import SPECS
+from .spec import Spec
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -49,14 +54,17 @@ class Entry(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Preference order for the calls that ``when`` matches."""
+    """Preference order for the calls of one operation that ``when`` matches."""
 
     when: tuple[tuple[str, Allowed], ...]
     prefer: tuple[Entry, ...]
     why: str
+    operation: str = "attention"
 
-    def matches(self, spec: CallSpec) -> bool:
-        return all(getattr(spec, field) in allowed for field, allowed in self.when)
+    def matches(self, spec: Spec) -> bool:
+        return self.operation == spec.operation and all(
+            getattr(spec, field) in allowed for field, allowed in self.when
+        )
 
 
 class Policy(NamedTuple):
@@ -65,7 +73,7 @@ class Policy(NamedTuple):
     name: str
     rules: tuple[Rule, ...]
 
-    def rule_for(self, spec: CallSpec) -> tuple[int, Rule]:
+    def rule_for(self, spec: Spec) -> tuple[int, Rule]:
         """The first matching rule and its position.
 
         Raises:
@@ -79,10 +87,18 @@ class Policy(NamedTuple):
         )
 
 
-def _allowed(where: str, field: str, value: object) -> Allowed:
-    if field not in CallSpec._fields:
+def _operation(where: str, name: object) -> str:
+    if not isinstance(name, str) or name not in SPECS:
+        raise ValueError(f"{where}: operation is {name!r}; known: {', '.join(SPECS)}.")
+    return name
+
+
+def _allowed(where: str, operation: str, field: str, value: object) -> Allowed:
+    spec = SPECS[operation]
+    if field not in spec._fields:
         raise ValueError(
-            f"{where}: when.{field} is not a CallSpec field; known: {', '.join(CallSpec._fields)}."
+            f"{where}: when.{field} is not a field of {spec.__name__}; "
+            f"known: {', '.join(spec._fields)}."
         )
     if isinstance(value, Mapping):
         unknown = set(value) - {"min", "max", "multiple_of"}
@@ -118,16 +134,22 @@ def parse_policy(data: Mapping[str, object], where: str) -> Policy:
     parsed: list[Rule] = []
     for position, rule in enumerate(rules):
         place = f"{where}: rule {position}"
-        unknown = set(rule) - {"when", "prefer", "why"}
+        unknown = set(rule) - {"operation", "when", "prefer", "why"}
         prefer = rule.get("prefer")
         if unknown or not isinstance(prefer, list) or not prefer:
-            raise ValueError(f"{place} has prefer, when and why; got {sorted(rule)}.")
+            known = "prefer, when, why and operation"
+            raise ValueError(f"{place} has {known}; got {sorted(rule)}.")
         when = rule.get("when", {})
+        operation = _operation(place, rule.get("operation", "attention"))
         parsed.append(
             Rule(
-                tuple((field, _allowed(place, field, value)) for field, value in when.items()),
+                tuple(
+                    (field, _allowed(place, operation, field, value))
+                    for field, value in when.items()
+                ),
                 tuple(_entry(place, entry) for entry in prefer),
                 str(rule.get("why", "")),
+                operation,
             )
         )
     return Policy(str(data.get("name", where)), tuple(parsed))
@@ -153,6 +175,13 @@ def default_policy() -> Policy:
     """The policy shipped in ``configs/policy/default.toml``."""
     source = resources.files("csa_dispatch_configs") / "policy" / "default.toml"
     return parse_policy(tomllib.loads(source.read_text(encoding="utf-8")), "default policy")
+
+
+def policy_about(operation: str, policy: Policy) -> Policy:
+    """``policy``, or the shipped one when it says nothing of an operation beside attention."""
+    if operation == "attention" or any(rule.operation == operation for rule in policy.rules):
+        return policy
+    return default_policy()
 
 
 _load_from_environment = lru_cache(maxsize=8)(load_policy)

@@ -22,7 +22,7 @@ from .validation import validate
 
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
-_dispatch_modes = torch._C._len_torch_dispatch_stack  # pyright: ignore[reportAttributeAccessIssue]
+dispatch_modes = torch._C._len_torch_dispatch_stack  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Arguments(NamedTuple):
@@ -83,7 +83,7 @@ def is_plain(arguments: Arguments) -> bool:
     Tensors whose negation is lazy, as of ``z.conj().imag``, are not plain: a kernel that reads
     their memory would miss the sign. The operators get them resolved.
     """
-    if torch.compiler.is_compiling() or _dispatch_modes() or transforms_active():
+    if torch.compiler.is_compiling() or dispatch_modes() or transforms_active():
         return False
     query, local_kv, sparse_kv, _, sink = arguments[:5]
     if query is None or local_kv is None:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .call_spec import CallSpec
+from .spec import Spec
 
 
 class Receipt(NamedTuple):
-    """One run of one direction of one backend."""
+    """One run of one direction of one backend; ``spec`` is a CallSpec for attention."""
 
     direction: str
     backend: str
-    spec: CallSpec
+    spec: Any
 
 
 class CensusKey(NamedTuple):
-    """What ``report()`` counts by: everything of a call that does not change step by step."""
+    """What ``report()`` counts by: everything of a call that does not change step by step.
+
+    ``kind`` is "none", and a size 0, where an operation has no such thing.
+    """
 
     direction: str
     backend: str
@@ -28,6 +31,7 @@ class CensusKey(NamedTuple):
     device: str
     heads: int
     head_dim: int
+    operation: str = "attention"
 
 
 class Counter:
@@ -35,11 +39,19 @@ class Counter:
 
     __slots__ = ("_key", "_receipt")
 
-    def __init__(self, direction: str, backend: str, spec: CallSpec) -> None:
+    def __init__(self, direction: str, backend: str, spec: Spec) -> None:
         self._receipt = Receipt(direction, backend, spec)
         device = spec.device_type if spec.capability is None else f"sm_{spec.capability}"
+        kind = getattr(spec, "kind", None)
         self._key = CensusKey(
-            direction, backend, spec.kind.value, spec.dtype, device, spec.heads, spec.head_dim
+            direction,
+            backend,
+            "none" if kind is None else kind.value,
+            spec.dtype,
+            device,
+            getattr(spec, "heads", 0),
+            getattr(spec, "head_dim", 0),
+            spec.operation,
         )
 
     def bump(self) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .call_spec import CallSpec
 from .forcing import Forced
-from .policy import Entry, Policy
+from .policy import Entry, Policy, policy_about
 from .reasons import BackendRefused, Reason
 from .registry import backends
 from .settings import settings
+from .spec import Spec
 
 ENVIRONMENT_FIELDS = frozenset({"availability", "device_type", "capability"})
 """Reasons on these fields mean the backend is not for this machine, not that a call fell back."""
@@ -31,7 +31,7 @@ class Decision(NamedTuple):
     """Which backend runs a call, why, and why not the others.
 
     Attributes:
-        spec: the call.
+        spec: the call: a CallSpec, or the spec of another operation.
         forward: the backend that runs the forward, or None when nothing can.
         backward: the backend that runs the backward; None when no gradient is needed.
         why: one sentence.
@@ -40,7 +40,7 @@ class Decision(NamedTuple):
         notes: what the chosen backends say about this call, e.g. a copy that is made.
     """
 
-    spec: CallSpec
+    spec: Any
     forward: str | None
     backward: str | None
     why: str
@@ -55,7 +55,10 @@ class Decision(NamedTuple):
     def to_dict(self) -> dict[str, object]:
         """The decision as JSON-ready data."""
         return {
-            "spec": {**self.spec._asdict(), "kind": self.spec.kind.value},
+            "operation": self.spec.operation,
+            "spec": {
+                name: getattr(value, "value", value) for name, value in self.spec._asdict().items()
+            },
             "forward": self.forward,
             "backward": self.backward,
             "why": self.why,
@@ -86,9 +89,7 @@ class Decision(NamedTuple):
         return "\n".join(lines)
 
 
-def entry_reasons(
-    spec: CallSpec, entry: Entry, *, hypothetical: bool = False
-) -> tuple[Reason, ...]:
+def entry_reasons(spec: Spec, entry: Entry, *, hypothetical: bool = False) -> tuple[Reason, ...]:
     """Why ``entry`` cannot run ``spec``, forward and (when gradients are needed) backward.
 
     ``hypothetical`` asks about hardware that is not here: whether a backend's dependency is
@@ -109,13 +110,17 @@ def entry_reasons(
             found.append(row.availability.reason)
             if row.backend is None:
                 continue
-        if side == "forward":
-            found += row.backend.forward_capabilities.reasons(spec)
-        elif row.backend.backward_capabilities is None:
+        implementation = row.backend.implementation(spec.operation)
+        if implementation is None:
+            names = ", ".join(("attention", *row.backend.operations))
+            found.append(Reason("operation", spec.operation, names, "Name another backend."))
+        elif side == "forward":
+            found += implementation.forward_capabilities.reasons(spec)
+        elif implementation.backward_capabilities is None:
             remedy = "Force another backward_backend, or run under torch.no_grad()."
             found.append(Reason("needs_grad", "True", "no gradients: it has no backward", remedy))
         else:
-            found += row.backend.backward_capabilities.reasons(spec)
+            found += implementation.backward_capabilities.reasons(spec)
     return tuple(dict.fromkeys(found))
 
 
@@ -131,17 +136,17 @@ def _forced_entries(forced: Forced, preferred: tuple[Entry, ...]) -> tuple[Entry
 def _chosen_why(forced: Forced, rule_why: str, position: int) -> str:
     if forced.forward is not None or forced.backward is not None:
         return f"forced by {forced.source}"
-    return f"policy rule {position + 1}" + (f": {rule_why}" if rule_why else "")
+    note = f" ({forced.note})" if forced.note else ""
+    return f"policy rule {position + 1}" + (f": {rule_why}" if rule_why else "") + note
 
 
-def decide(
-    spec: CallSpec, forced: Forced, policy: Policy, *, hypothetical: bool = False
-) -> Decision:
+def decide(spec: Spec, forced: Forced, policy: Policy, *, hypothetical: bool = False) -> Decision:
     """Weigh every entry of the preference order for ``spec``; never raises for a refusal.
 
     The first entry without Reasons is chosen. Forward and backward are one unit: when
     gradients are needed, an entry whose backward cannot run is out as a whole.
     """
+    policy = policy_about(spec.operation, policy)
     position, rule = policy.rule_for(spec)
     considered = tuple(
         Considered(entry, entry_reasons(spec, entry, hypothetical=hypothetical))
@@ -156,12 +161,13 @@ def decide(
     for name in dict.fromkeys((chosen.forward, backward)):
         row = backends().get(name) if name is not None else None
         if row is not None and row.backend is not None:
-            notes += [f"{name}: {note}" for note in row.backend.notes(spec)]
+            implementation: Any = row.backend.implementation(spec.operation)
+            notes += [f"{name}: {note}" for note in implementation.notes(spec)]
     why = _chosen_why(forced, rule.why, position)
     return Decision(spec, chosen.forward, backward, why, policy.name, considered, tuple(notes))
 
 
-def route(spec: CallSpec, forced: Forced, policy: Policy) -> Decision:
+def route(spec: Spec, forced: Forced, policy: Policy) -> Decision:
     """The Decision for a call that is about to run.
 
     Raises:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from .backend import Backend
-from .call import Call, Gradients
-from .call_spec import CallSpec, deterministic_mode
+from .backend import Backend, Operation
+from .call_spec import deterministic_mode
 from .forcing import Forced
 from .generation import current
 from .policy import Policy
@@ -17,49 +16,49 @@ from .reasons import BackendRefused, Reason
 from .receipts import Counter
 from .registry import backends
 from .routing import Decision, route
+from .spec import Spec
 from .transforms import outside_autocast
 
 CACHE_SIZE = 4096
 
 
-def _plugin(name: str) -> Backend:
+def _implementation(name: str, operation: str) -> Backend | Operation:
     backend = backends()[name].backend
     assert backend is not None
-    return backend
+    found = backend.implementation(operation)
+    assert found is not None
+    return found
 
 
 class Runner:
-    """Runs one decision: forward, and later its backward."""
+    """Runs one decision: forward, and later its backward.
+
+    What goes in and comes out is the operation's: for attention see ``Backend``.
+    """
 
     __slots__ = ("_backward", "_backward_ran", "_forward", "_forward_ran", "decision")
 
     def __init__(self, decision: Decision) -> None:
         assert decision.forward is not None
         self.decision = decision
-        self._forward = _plugin(decision.forward)
+        operation = decision.spec.operation
+        self._forward = _implementation(decision.forward, operation)
         self._forward_ran = Counter("forward", decision.forward, decision.spec)
-        self._backward: Backend | None = None
+        self._backward: Backend | Operation | None = None
         if decision.backward is not None:
-            self._backward = _plugin(decision.backward)
+            self._backward = _implementation(decision.backward, operation)
             self._backward_ran = Counter("backward", decision.backward, decision.spec)
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, call: Any) -> Any:
         """Run the forward; an error of the backend is the caller's to see, never retried."""
         if torch.is_deterministic_algorithms_warn_only_enabled():
-            self._warn_if_not_deterministic(self._forward, "forward")
+            self._warn_if_not_deterministic("forward")
         with outside_autocast(self.decision.spec.device_type):
             result = self._forward.forward(call)
         self._forward_ran.bump()
         return result
 
-    def backward(
-        self,
-        call: Call,
-        output: Tensor,
-        lse: Tensor,
-        grad_output: Tensor,
-        needs: tuple[bool, bool, bool, bool],
-    ) -> Gradients:
+    def backward(self, call: Any, *saved: Any) -> Any:
         """Run the backward decided with the forward.
 
         Raises:
@@ -68,50 +67,54 @@ class Runner:
         """
         assert self._backward is not None
         if deterministic_mode() and not self.decision.spec.deterministic:
-            self._require_deterministic(self._backward)
+            self._require_deterministic()
         elif torch.is_deterministic_algorithms_warn_only_enabled():
-            self._warn_if_not_deterministic(self._backward, "backward")
+            self._warn_if_not_deterministic("backward")
         with outside_autocast(self.decision.spec.device_type):
-            gradients = self._backward.backward(call, output, lse, grad_output, needs)
+            gradients = self._backward.backward(call, *saved)
         self._backward_ran.bump()
         return gradients
 
-    def _not_deterministic(self, backend: Backend, direction: str) -> tuple[Reason, ...]:
+    def _not_deterministic(self, direction: str) -> tuple[Reason, ...]:
         spec = self.decision.spec._replace(deterministic=True)
-        capabilities = backend.forward_capabilities
+        capabilities = self._forward.forward_capabilities
         if direction == "backward":
-            assert backend.backward_capabilities is not None
-            capabilities = backend.backward_capabilities
+            assert self._backward is not None
+            assert self._backward.backward_capabilities is not None
+            capabilities = self._backward.backward_capabilities
         return capabilities.reasons(spec)
 
-    def _warn_if_not_deterministic(self, backend: Backend, direction: str) -> None:
-        reasons = self._not_deterministic(backend, direction)
+    def _warn_if_not_deterministic(self, direction: str) -> None:
+        reasons = self._not_deterministic(direction)
         if torch.are_deterministic_algorithms_enabled() and reasons:
+            name = getattr(self.decision, direction)
             warnings.warn(
-                f"{backend.name}'s {direction} is not deterministic for this call: {reasons[0]}",
+                f"{name}'s {direction} is not deterministic for this call: {reasons[0]}",
                 stacklevel=2,
             )
 
-    def _require_deterministic(self, backward: Backend) -> None:
-        reasons = self._not_deterministic(backward, "backward")
+    def _require_deterministic(self) -> None:
+        reasons = self._not_deterministic("backward")
         if reasons:
+            assert self.decision.backward is not None
             raise BackendRefused(
                 "deterministic algorithms were switched on after the forward, and the backward "
                 "decided then cannot honour them.",
-                {backward.name: reasons},
+                {self.decision.backward: reasons},
             )
 
 
-_runners: dict[tuple[CallSpec, Forced, Policy, int], Runner] = {}
+_runners: dict[tuple[str, Spec, Forced, Policy, int], Runner] = {}
 
 
-def runner_for(spec: CallSpec, forced: Forced, policy: Policy) -> Runner:
+def runner_for(spec: Spec, forced: Forced, policy: Policy) -> Runner:
     """The Runner for a call, routed on first sight and cached.
 
     Raises:
         BackendRefused: see ``csa_dispatch.routing.route``.
     """
-    key = (spec, forced, policy, current())
+    # Specs of two operations may be equal as tuples.
+    key = (spec.operation, spec, forced, policy, current())
     runner = _runners.get(key)
     if runner is None:
         if len(_runners) >= CACHE_SIZE:
