@@ -2,5 +2,12 @@
 
 from .compressor import CompressedKV, compress_kv
 from .compressor_step import CompressorState, compress_kv_step
+from .indexer_loss import indexer_kl_loss
 
-__all__ = ["CompressedKV", "CompressorState", "compress_kv", "compress_kv_step"]
+__all__ = [
+    "CompressedKV",
+    "CompressorState",
+    "compress_kv",
+    "compress_kv_step",
+    "indexer_kl_loss",
+]

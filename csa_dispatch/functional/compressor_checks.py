@@ -67,17 +67,16 @@ def check_compressor(
     return overlapping
 
 
-def check_offsets(cu_seqlens: Tensor, batch: int) -> None:
-    """Raise unless ``cu_seqlens`` can be the offsets of one packed row."""
+def check_offsets(offsets: Tensor, batch: int, name: str = "cu_seqlens") -> None:
+    """Raise unless ``offsets`` can be the documents of one packed row."""
     if batch != 1:
         fail(
-            "cu_seqlens",
+            name,
             f"given with batch size {batch}",
             "used with batch size 1",
             "Pack the batch along the tokens.",
         )
-    if cu_seqlens.dtype != torch.int32:
-        fail("cu_seqlens", cu_seqlens.dtype, "int32", "Cast it.", TypeError)
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
-        shape = list(cu_seqlens.shape)
-        fail("cu_seqlens", f"of shape {shape}", "[N + 1], N documents of at least 1")
+    if offsets.dtype != torch.int32:
+        fail(name, offsets.dtype, "int32", "Cast it.", TypeError)
+    if offsets.ndim != 1 or offsets.shape[0] < 2:
+        fail(name, f"of shape {list(offsets.shape)}", "[N + 1], N documents of at least 1")
