@@ -82,6 +82,8 @@ def indexer_kl_loss(
         cu_seqlens_k,
         reduction,
     )
+    total_or_part = window_lse if lse is None else lse
+    assert total_or_part is not None
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     pool = sparse_kv.squeeze(1) if sparse_kv.ndim == 4 else sparse_kv
     loss, counts, _ = torch.ops.csa_dispatch.indexer_kl_loss(
@@ -89,7 +91,7 @@ def indexer_kl_loss(
         query.detach(),
         pool.detach(),
         kv_indices,
-        (window_lse if lse is None else lse).detach(),
+        total_or_part.detach(),
         cu_seqlens,
         cu_seqlens_k,
         compress_ratio,
