@@ -1,12 +1,13 @@
 """csa-dispatch: one ``attention()`` call for compressed sparse attention, on any machine."""
 
 from .api import attention
-from .backend import Availability, Backend
+from .backend import Availability, Backend, Operation
 from .call import Call, Gradients, Kind, TokenBounds, token_bounds
 from .call_spec import CallSpec
-from .capabilities import ANY, FALSE, Allowed, Between, Capabilities, OneOf
+from .capabilities import ANY, FALSE, Allowed, Between, Capabilities, Claims, OneOf
 from .explain import describe_call, explain
 from .forcing import use_backend
+from .indexer_call import IndexerCall, IndexerCapabilities, IndexerSpec, visible_entries
 from .plan import Plan, resolve
 from .policy import Policy, load_policy, use_policy
 from .reasons import BackendRefused, Reason
@@ -29,11 +30,16 @@ __all__ = [
     "Call",
     "CallSpec",
     "Capabilities",
+    "Claims",
     "Decision",
     "FallbackWarning",
     "Gradients",
+    "IndexerCall",
+    "IndexerCapabilities",
+    "IndexerSpec",
     "Kind",
     "OneOf",
+    "Operation",
     "Plan",
     "Policy",
     "Reason",
@@ -55,4 +61,5 @@ __all__ = [
     "unregister_backend",
     "use_backend",
     "use_policy",
+    "visible_entries",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from .branch import Branch
 from .dense import CountedBranch, DenseBranch
 from .forward import forward
 from .gathered import GatheredBranch
+from .indexer import EagerIndexer
 from .window import WindowBranch
 from .workspace import Workspace
 
@@ -32,6 +34,7 @@ class EagerBackend(Backend):
     summary = "PyTorch on any device, in bounded memory"
     forward_capabilities = CAPABILITIES
     backward_capabilities = CAPABILITIES
+    operations = MappingProxyType({"lightning_indexer": EagerIndexer()})
 
     def probe(self) -> Availability:
         return Availability(version=f"torch {torch.__version__}")

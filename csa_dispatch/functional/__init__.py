@@ -2,6 +2,7 @@
 
 from .compressor import CompressedKV, compress_kv
 from .compressor_step import CompressorState, compress_kv_step
+from .indexer import lightning_indexer
 from .indexer_loss import indexer_kl_loss
 
 __all__ = [
@@ -10,4 +11,5 @@ __all__ = [
     "compress_kv",
     "compress_kv_step",
     "indexer_kl_loss",
+    "lightning_indexer",
 ]
