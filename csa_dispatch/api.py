@@ -134,7 +134,7 @@ def attention(
         sliding_window_size: rows of the window, the query's own included; 0 for none.
         cu_seqlens: int32 ``[N + 1]`` offsets of packed documents along T (B is 1). The window
             stays in its document. Rows past the last offset are undefined and get zero
-            gradients.
+            gradients. Negative offsets are documents that began before row 0.
         cu_seqlens_k: int32 ``[N + 1]`` offsets of the same documents along S; indices count
             from their document's first row. Optional for window-only attention.
         scale: positive multiplier of the logits (not of the sink); None means 1/sqrt(D).

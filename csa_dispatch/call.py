@@ -32,7 +32,8 @@ class Call(NamedTuple):
             unused when negative or at or past its document's pool length.
         attention_sink: ``[H]`` in the query's dtype or fp32, an unscaled logit that counts in
             the denominator alone, or None.
-        cu_seqlens: int32 ``[N + 1]`` document offsets along T (``B`` is 1), or None.
+        cu_seqlens: int32 ``[N + 1]`` document offsets along T (``B`` is 1), or None. Negative for
+            documents that began before row 0.
         cu_seqlens_k: int32 ``[N + 1]`` document offsets along S, or None.
         doc_ids: integer ``[B, T]``, non-decreasing along T, or None.
         sliding_window_size: tokens in the window, the query's own included; 0 for no window.
@@ -128,15 +129,16 @@ def token_bounds(call: Call) -> TokenBounds | None:
 
 def _packed_bounds(call: Call, position: Tensor) -> TokenBounds:
     assert call.cu_seqlens is not None
-    offsets = call.cu_seqlens.clamp(min=0)
+    offsets = call.cu_seqlens
     # Rows past the last offset get document N, whose clamped spans below are empty.
     document = torch.searchsorted(offsets[1:].contiguous(), position, right=True)
     documents = offsets.shape[0] - 1
     spare = document >= documents
     document = document.clamp(max=documents - 1)
-    start = torch.where(spare, position + 1, offsets[document])
+    start = offsets[document]
+    window_start = torch.where(spare, position + 1, start.clamp(min=0))
     if call.sparse_kv is None:
-        return TokenBounds(start[None], None, None)
+        return TokenBounds(window_start[None], None, None)
     assert call.cu_seqlens_k is not None
     # Offsets past the pool are a caller's mistake; no kernel may read past it for that.
     pool_offsets = call.cu_seqlens_k.clamp(0, call.sparse_kv.shape[2])
@@ -144,6 +146,8 @@ def _packed_bounds(call: Call, position: Tensor) -> TokenBounds:
     pool_end = torch.where(spare, pool_start, pool_offsets[document + 1])
     if call.kind is Kind.DENSE:
         assert call.compress_ratio is not None
+        # Counted from the document's true beginning, which may lie before row 0.
         complete = (position - start + 1) // call.compress_ratio
-        pool_end = torch.minimum(pool_end, pool_start + complete.clamp(min=0))
-    return TokenBounds(start[None], pool_start[None], pool_end[None])
+        complete = complete.clamp(0, call.sparse_kv.shape[2])
+        pool_end = torch.minimum(pool_end, pool_start + complete)
+    return TokenBounds(window_start[None], pool_start[None], pool_end[None])

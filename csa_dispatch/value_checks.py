@@ -18,7 +18,7 @@ def check_values(call: Call) -> None:
     reported here, since padding is better written as -1 and such values are mostly mistakes.
 
     Raises:
-        ValueError: offsets that do not start at 0, decrease or end past their tensor; doc_ids
+        ValueError: offsets that start past 0, decrease or end past their tensor; doc_ids
             that decrease; an index past its document's pool.
     """
     tokens = call.query.shape[2]
@@ -40,8 +40,9 @@ def check_values(call: Call) -> None:
 
 def _check_offsets(name: str, offsets: Tensor, rows: int) -> None:
     values = offsets.tolist()
-    if values[0] != 0:
-        fail(name, f"{values[0]} at its start", "0 there")
+    if values[0] > 0 or (values[0] < 0 and name == "cu_seqlens_k"):
+        begun = ", or less for a document that began before row 0" if name == "cu_seqlens" else ""
+        fail(name, f"{values[0]} at its start", f"0 there{begun}")
     for position, (before, after) in enumerate(pairwise(values)):
         if after < before:
             fail(name, f"{before}, {after} at {position}", "non-decreasing")

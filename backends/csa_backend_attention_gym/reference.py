@@ -81,7 +81,8 @@ def _offsets(call: Call) -> tuple[Tensor, Tensor]:
         cu_seqlens_k = torch.zeros(documents, dtype=torch.int32, device=device)
         cu_seqlens_k[-1] = pool if call.cu_seqlens is None else 0
     # Spans are cut to the pool, as ``token_bounds`` does; the library would read past it.
-    return cu_seqlens.contiguous(), cu_seqlens_k.clamp(max=pool)
+    # Where a document began before row 0 does not matter to it: slots are given.
+    return cu_seqlens.clamp(min=0), cu_seqlens_k.clamp(max=pool)
 
 
 class _Inputs:

@@ -27,7 +27,13 @@ from .check import (
     judge_outcome,
 )
 from .conformance_cases import ALL, FAMILIES, MESSY, NONE, Family
-from .conformance_kit import Kit, NotClaimed, Observation, expanded_reference
+from .conformance_kit import (
+    Kit,
+    NotClaimed,
+    Observation,
+    continued_reference,
+    expanded_reference,
+)
 from .conformance_report import Finding
 from .covering import boundaries_for
 from .field_case import check_field_case
@@ -291,6 +297,12 @@ def _no_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
+def _continued(kit: Kit) -> Iterator[Finding]:
+    for case in kit.cases({"documents": ("cu_seqlens",), "content": ("messy",)}):
+        if case.documents == "cu_seqlens":
+            yield kit.run(f"continued-{case.name}", continued_reference(case, kit.device)).judged()
+
+
 def _field_cases(kit: Kit) -> Iterator[Finding]:
     def run(inputs: Inputs) -> Outcome:
         if not kit.claims_inputs(inputs):
@@ -341,6 +353,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check("unwritten", "no result depends on memory that was not written", _unwritten),
     Check("pairing", "the backward works with any backend's output and lse", _pairing),
+    Check("continued", "packed documents may have begun before row 0", _continued),
     Check("determinism", f"{RUNS} deterministic runs are equal in every bit", _determinism),
     Check("attention", "attention() runs it in every layout and has receipts", _attention),
     Check("operators", "the operators pass torch.library.opcheck on it", _operators),

@@ -266,7 +266,37 @@ def expanded_reference(case: Case, device: torch.device) -> Reference:
         attention_sink=spread(made.attention_sink, 0),
         grad_output=spread(made.grad_output, 0, 1, 2, 3),
     )
-    for name, wanted in zip(GRADIENT_INPUTS, made.needs_grad, strict=True):
+    return _reference_of(inputs, made.needs_grad)
+
+
+def continued_reference(case: Case, device: torch.device) -> Reference:
+    """The second half of a packed case: what a later part of a sequence computes.
+
+    A document that began in the first half has a negative offset.
+    """
+    made = reference_for(case, device).inputs
+    first = case.tokens // 2
+
+    def later(tensor: Tensor, dim: int) -> Tensor:
+        return tensor.detach().narrow(dim, first, case.tokens - first).contiguous()
+
+    assert made.cu_seqlens is not None
+    inputs = made._replace(
+        query=later(made.query, 2),
+        local_kv=later(made.local_kv, 2),
+        sparse_kv=None if made.sparse_kv is None else made.sparse_kv.detach().clone(),
+        kv_indices=None if made.kv_indices is None else later(made.kv_indices, 1),
+        attention_sink=None
+        if made.attention_sink is None
+        else made.attention_sink.detach().clone(),
+        cu_seqlens=made.cu_seqlens - first,
+        grad_output=later(made.grad_output, 2),
+    )
+    return _reference_of(inputs, made.needs_grad)
+
+
+def _reference_of(inputs: Inputs, needs_grad: tuple[bool, ...]) -> Reference:
+    for name, wanted in zip(GRADIENT_INPUTS, needs_grad, strict=True):
         if wanted:
             getattr(inputs, name).requires_grad_()
     call = to_call(inputs)

@@ -78,7 +78,7 @@ def visible_rows(call: Call) -> list[list[VisibleRows]]:
 
         local = [
             j
-            for j in range(max(first, t - window + 1), t + 1)
+            for j in range(max(first, t - window + 1, 0), t + 1)
             if ids is None or ids[b][j] == ids[b][t]
         ]
         if call.sparse_kv is None:
