@@ -1,0 +1,188 @@
+"""Context parallelism: outputs and gradients equal the single process, within its error budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from csa_dispatch.call import Kind
+from csa_dispatch.call_spec import GRADIENT_INPUTS
+from csa_dispatch.distributed import context_parallel_attention, gather_shards
+from csa_dispatch.testing import Case, attention_run, judge, targets
+from csa_dispatch.testing.budgets import gradient_tensors
+from csa_dispatch.testing.cases import Inputs, build, to_call
+from tests.distributed.workers import run_processes
+
+SPLIT = {"query": 2, "local_kv": 2, "sparse_kv": 2, "kv_indices": 1, "doc_ids": 1}
+"""The dimension along which each argument is shared out."""
+
+SHAPES = {"tokens": 24, "pool": 12, "heads": 3, "head_dim": 16, "window": 5, "compress_ratio": 2}
+
+
+def exact_cases() -> list[Case]:
+    """Every kind and way of packing, in fp64: one process and several agree to rounding."""
+    found = [
+        Case(kind=kind, dtype="float64", sink="same", documents=documents, **SHAPES)
+        for kind in Kind
+        for documents in ("none", "cu_seqlens")
+    ]
+    found += [
+        Case(kind=kind, dtype="float64", sink="same", documents="doc_ids", batch=2, **SHAPES)
+        for kind in (Kind.WINDOW, Kind.GATHER)
+    ]
+    found += [
+        Case(
+            kind=kind,
+            dtype="float64",
+            sink="same",
+            documents=documents,
+            **{**SHAPES, "window": window},
+        )
+        for kind, documents, window in [
+            (Kind.WINDOW, "cu_seqlens", 7),  # as far as a neighbour of six tokens reaches
+            (Kind.GATHER, "none", 0),
+            (Kind.DENSE, "cu_seqlens", 1),
+        ]
+    ]
+    return [
+        *found,
+        Case(kind=Kind.DENSE, dtype="float64", sink="same", batch=2, kv_heads=3, **SHAPES),
+    ]
+
+
+def budget_cases() -> list[Case]:
+    return [
+        Case(kind=kind, dtype="bfloat16", documents="cu_seqlens", **SHAPES)
+        for kind in (Kind.GATHER, Kind.DENSE)
+    ]
+
+
+def part(tensor: Tensor, dim: int) -> Tensor:
+    size = tensor.shape[dim] // dist.get_world_size()
+    return tensor.detach().narrow(dim, dist.get_rank() * size, size).contiguous()
+
+
+def rank_inputs(inputs: Inputs) -> dict[str, Any]:
+    """This rank's arguments, with leaves of its own."""
+    found = inputs._asdict()
+    del found["grad_output"]
+    for name, dim in SPLIT.items():
+        if found[name] is not None:
+            found[name] = part(found[name], dim)
+    for name, wanted in zip(GRADIENT_INPUTS, inputs.needs_grad, strict=True):
+        if wanted:
+            found[name] = found[name].detach().requires_grad_()
+    return found
+
+
+def joined(tensor: Tensor, dim: int) -> Tensor:
+    return gather_shards(tensor.detach().contiguous(), dim=dim)
+
+
+def run_shared(inputs: Inputs) -> dict[str, Tensor]:
+    """All ranks' results put together, on every rank."""
+    mine = rank_inputs(inputs)
+    output, lse = context_parallel_attention(**mine, return_lse=True)
+    output.backward(part(inputs.grad_output, 2))
+    found = {"output": joined(output, 2), "lse": joined(lse, 2)}
+    for name, wanted in zip(GRADIENT_INPUTS, inputs.needs_grad, strict=True):
+        if name == "attention_sink":
+            found["dsink"] = mine[name].grad
+            dist.all_reduce(found["dsink"])
+        elif wanted:
+            found[f"d{name}"] = joined(mine[name].grad, 2)
+    return found
+
+
+def compare_with_one_process() -> None:
+    for case in exact_cases():
+        inputs = build(case)
+        found = run_shared(inputs)
+        alone = attention_run()(inputs)
+        wanted = {"output": alone.output, "lse": alone.lse, **gradient_tensors(alone.gradients)}
+        for name, tensor in found.items():
+            torch.testing.assert_close(
+                tensor, wanted[name], rtol=1e-9, atol=1e-12, equal_nan=True,
+                msg=f"{case.name}: {name}",
+            )  # fmt: skip
+
+
+def judge_by_budget() -> None:
+    for case in budget_cases():
+        inputs = build(case)
+        found = run_shared(inputs)
+        if dist.get_rank() == 0:
+            for name, target in targets(to_call(inputs), inputs.grad_output).items():
+                verdict = judge(target, found[name])
+                assert verdict.passed, f"{case.name}: {name}: {verdict.message}"
+
+
+def compile_a_step() -> None:
+    """No graph break: the exchange is made of functional collectives."""
+    mine = rank_inputs(build(exact_cases()[3]))
+    expected = context_parallel_attention(**mine)
+    step: Any = torch.compile(context_parallel_attention, fullgraph=True, backend="aot_eager")
+    traced = {
+        name: value.detach().requires_grad_(value.requires_grad)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in mine.items()
+    }
+    output = step(**traced)
+    torch.testing.assert_close(output, expected, equal_nan=True)
+    output.sum().backward()
+    expected.sum().backward()
+    for name in GRADIENT_INPUTS[:2]:
+        torch.testing.assert_close(traced[name].grad, mine[name].grad, equal_nan=True)
+
+
+def refuse_uneven_shards() -> None:
+    tokens = 4 + dist.get_rank()
+    rows = torch.zeros(1, 1, tokens, 16)
+    with pytest.raises(ValueError, match="same shapes on every rank"):
+        context_parallel_attention(rows, rows, sliding_window_size=3, check_values=True)
+
+
+def two_processes() -> None:
+    compare_with_one_process()
+    judge_by_budget()
+    compile_a_step()
+    refuse_uneven_shards()
+
+
+def test_every_kind_equals_the_whole_sequence_on_one_process() -> None:
+    """Two processes; also compiled, and with shards that do not fit together."""
+    run_processes(2, two_processes)
+
+
+def test_four_processes_equal_one() -> None:
+    run_processes(4, compare_with_one_process)
+
+
+ROWS = torch.zeros(1, 2, 8, 16)
+POOL = torch.zeros(1, 2, 4, 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sliding_window_size": 10}, r"sliding_window_size is 10; .* at most 9.* fewer ranks"),
+        (
+            {"sparse_kv": POOL, "compress_ratio": 2, "doc_ids": torch.zeros(1, 8).int()},
+            "doc_ids is given with compress_ratio; .* Pass cu_seqlens",
+        ),
+        ({}, "group is None, all processes, but there is no process group"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        context_parallel_attention(ROWS, ROWS, **{"sliding_window_size": 3, **arguments})
+
+
+def test_a_group_must_be_one() -> None:
+    with pytest.raises(TypeError, match="group is a str"):
+        context_parallel_attention(ROWS, ROWS, sliding_window_size=3, group="cp")  # type: ignore
