@@ -5,6 +5,14 @@ from .backend import Availability, Backend, Operation
 from .call import Call, Gradients, Kind, TokenBounds, token_bounds
 from .call_spec import CallSpec
 from .capabilities import ANY, FALSE, Allowed, Between, Capabilities, Claims, OneOf
+from .compressor_call import (
+    CompressorCall,
+    CompressorCapabilities,
+    CompressorNeeds,
+    CompressorSpec,
+    EntryTable,
+    entry_table,
+)
 from .explain import describe_call, explain
 from .forcing import use_backend
 from .indexer_call import IndexerCall, IndexerCapabilities, IndexerSpec, visible_entries
@@ -31,7 +39,12 @@ __all__ = [
     "CallSpec",
     "Capabilities",
     "Claims",
+    "CompressorCall",
+    "CompressorCapabilities",
+    "CompressorNeeds",
+    "CompressorSpec",
     "Decision",
+    "EntryTable",
     "FallbackWarning",
     "Gradients",
     "IndexerCall",
@@ -49,6 +62,7 @@ __all__ = [
     "backends",
     "describe_call",
     "enable_autograd",
+    "entry_table",
     "explain",
     "load_policy",
     "record_receipts",

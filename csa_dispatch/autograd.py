@@ -12,7 +12,7 @@ from .runner import Runner
 Needs = tuple[bool, bool, bool, bool]
 
 
-class _Once(torch.autograd.Function):
+class Once(torch.autograd.Function):
     """The gradients, tied to an input so that differentiating them raises.
 
     ``once_differentiable`` would not do: it ties them to grad_output alone, and with one that
@@ -20,14 +20,15 @@ class _Once(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, anchor: Tensor, *gradients: Tensor | None):  # pyright: ignore
-        del ctx, anchor
+    def forward(ctx, operation: str, anchor: Tensor, *gradients: Tensor | None):  # pyright: ignore
+        del anchor
+        ctx.operation = operation
         return gradients
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *_: Tensor | None):  # pyright: ignore
+    def backward(ctx, *_: Tensor | None):  # pyright: ignore
         raise RuntimeError(
-            "attention() is differentiable once; its gradients were differentiated again "
+            f"{ctx.operation}() is differentiable once; its gradients were differentiated again "
             "(create_graph=True)."
         )
 
@@ -64,7 +65,7 @@ class AttentionFunction(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             inputs = (call.query, call.local_kv, call.sparse_kv, call.attention_sink)
             anchor = next(tensor for tensor, needed in zip(inputs, needs, strict=True) if needed)
-            gradients = _Once.apply(anchor, *gradients)
+            gradients = Once.apply("attention", anchor, *gradients)
         return (*gradients, None, None)
 
 

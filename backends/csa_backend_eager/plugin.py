@@ -15,6 +15,7 @@ from csa_dispatch.capabilities import Capabilities, OneOf
 
 from .backward import Saved, backward
 from .branch import Branch
+from .compressor import EagerCompressor
 from .dense import CountedBranch, DenseBranch
 from .forward import forward
 from .gathered import GatheredBranch
@@ -34,7 +35,9 @@ class EagerBackend(Backend):
     summary = "PyTorch on any device, in bounded memory"
     forward_capabilities = CAPABILITIES
     backward_capabilities = CAPABILITIES
-    operations = MappingProxyType({"lightning_indexer": EagerIndexer()})
+    operations = MappingProxyType(
+        {"compress_kv": EagerCompressor(), "lightning_indexer": EagerIndexer()}
+    )
 
     def probe(self) -> Availability:
         return Availability(version=f"torch {torch.__version__}")

@@ -6,7 +6,7 @@ import importlib.util
 import re
 from functools import lru_cache
 from importlib import metadata
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 from torch import Tensor
 
@@ -16,6 +16,8 @@ from csa_dispatch.call_spec import CallSpec, deterministic_mode, spec_of
 from csa_dispatch.capabilities import Between, Capabilities, OneOf
 from csa_dispatch.reasons import Reason
 
+from .compressor import TritonCompressor
+from .indexer import TritonIndexer
 from .interpreter import is_interpreted
 
 MINIMUM_TRITON = (3, 6)
@@ -59,6 +61,9 @@ class TritonBackend(Backend):
     summary = "our Triton kernels, SM80 to SM120, specialised for Hopper"
     forward_capabilities = _capabilities()
     backward_capabilities = _capabilities()
+    operations = MappingProxyType(
+        {"compress_kv": TritonCompressor(), "lightning_indexer": TritonIndexer()}
+    )
 
     def probe(self) -> Availability:
         try:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from csa_dispatch.auxiliary import explained_by, plain, runner_of, traced_choice
+from csa_dispatch.compressor_call import (
+    CompressorCall,
+    CompressorNeeds,
+    CompressorSpec,
+    compressor_spec_of,
+    pool_offsets,
+)
+
 from .compressor_checks import check_compressor
-from .entry_table import pool_offsets
-from .pooling import Pooling, pool_backward, pool_forward
+from .compressor_operators import CompressFunction, compress_kv_op
 
 
 class CompressedKV(NamedTuple):
@@ -24,6 +32,21 @@ class CompressedKV(NamedTuple):
     cu_seqlens_k: Tensor | None
 
 
+def _describe(
+    values: Tensor,
+    gates: Tensor,
+    position_bias: Tensor,
+    compress_ratio: int,
+    *,
+    overlapping: bool | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> CompressorSpec:
+    call = _checked_call(values, gates, position_bias, compress_ratio, overlapping, cu_seqlens)
+    tensors = values, gates, position_bias, cu_seqlens
+    return compressor_spec_of(call, _needs_of(call), tracing=not plain(*tensors))
+
+
+@explained_by(_describe)
 def compress_kv(
     values: Tensor,
     gates: Tensor,
@@ -32,6 +55,8 @@ def compress_kv(
     *,
     overlapping: bool | None = None,
     cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+    backward_backend: str | None = None,
 ) -> CompressedKV:
     """Pool every ``compress_ratio`` tokens into one entry by learned, gated weights.
 
@@ -59,6 +84,8 @@ def compress_kv(
             gets ``length // r`` entries of its own tokens. The shape stays ``[1, T // r, D]``:
             rows past the last document's entries are 0, as is the gradient of all tokens that
             no entry pools.
+        backend: run this backend or raise; None lets context, environment and policy choose.
+        backward_backend: the same for the backward alone.
 
     Returns:
         Entries ``[B, T // r, D]`` and their offsets ``cu_seqlens_k`` (None without
@@ -66,75 +93,39 @@ def compress_kv(
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, what it is and must be.
+        BackendRefused: the forced backend cannot run the call, or nothing can; with Reasons.
     """
+    call = _checked_call(values, gates, position_bias, compress_ratio, overlapping, cu_seqlens)
+    needs = _needs_of(call)
+    if not plain(values, gates, position_bias, cu_seqlens):
+        choice = traced_choice("compress_kv", backend, backward_backend)
+        return CompressedKV(compress_kv_op(*call, list(needs), *choice), call.cu_seqlens_k)
+    runner = runner_of(compressor_spec_of(call, needs), backend, backward_backend)
+    if any(needs):
+        entries = CompressFunction.apply(values, gates, position_bias, call, runner)
+    else:
+        entries = runner.forward(call)
+    return CompressedKV(entries, call.cu_seqlens_k)  # pyright: ignore[reportArgumentType]
+
+
+def _checked_call(
+    values: Tensor,
+    gates: Tensor,
+    position_bias: Tensor,
+    compress_ratio: int,
+    overlapping: bool | None,
+    cu_seqlens: Tensor | None,
+) -> CompressorCall:
     overlapping = check_compressor(
         values, gates, position_bias, compress_ratio, overlapping, cu_seqlens
     )
-    cu_seqlens_k = None if cu_seqlens is None else pool_offsets(cu_seqlens, compress_ratio)
-    entries = torch.ops.csa_dispatch.compress_kv(
-        values, gates, position_bias, compress_ratio, overlapping, cu_seqlens, cu_seqlens_k
-    )
-    return CompressedKV(entries, cu_seqlens_k)
-
-
-_POOLING = (
-    "Tensor values, Tensor gates, Tensor position_bias, int compress_ratio, bool overlapping, "
-    "Tensor? cu_seqlens, Tensor? cu_seqlens_k"
-)
-
-
-@torch.library.custom_op(
-    "csa_dispatch::compress_kv", mutates_args=(), schema=f"({_POOLING}) -> Tensor"
-)
-def _compress_kv(*arguments: Any) -> Tensor:
-    return pool_forward(Pooling(*arguments))
-
-
-@_compress_kv.register_fake
-def _(*arguments: Any) -> Tensor:
-    pooling = Pooling(*arguments)
-    return pooling.values.new_empty(pooling.values.shape[0], pooling.entries, pooling.head_dim)
-
-
-@torch.library.custom_op(
-    "csa_dispatch::compress_kv_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_entries, bool[] needs, {_POOLING}) -> (Tensor, Tensor, Tensor)",
-)
-def _compress_kv_backward(
-    grad_entries: Tensor, needs: tuple[bool, bool, bool], *arguments: Any
-) -> tuple[Tensor, ...]:
-    """Gradients of values, gates and position_bias; an empty tensor for each not needed."""
-    found = pool_backward(Pooling(*arguments), grad_entries, needs)
-    return tuple(
-        grad_entries.new_empty(0) if item is None else item.contiguous() for item in found
+    offsets = None if cu_seqlens is None else pool_offsets(cu_seqlens, compress_ratio)
+    return CompressorCall(
+        values, gates, position_bias, compress_ratio, overlapping, cu_seqlens, offsets
     )
 
 
-@_compress_kv_backward.register_fake
-def _(grad_entries: Tensor, needs: tuple[bool, bool, bool], *arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(
-        torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        if needed
-        else grad_entries.new_empty(0)
-        for tensor, needed in zip(arguments[:3], needs, strict=True)
-    )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    del output
-    ctx.save_for_backward(*inputs[:3], *inputs[5:])
-    ctx.scalars = inputs[3:5]
-
-
-def _backward(ctx: Any, grad_entries: Tensor) -> tuple[Tensor | None, ...]:
-    values, gates, position_bias, *offsets = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:3]
-    found = torch.ops.csa_dispatch.compress_kv_backward(
-        grad_entries, needs, values, gates, position_bias, *ctx.scalars, *offsets
-    )
-    gradients = (item if needed else None for item, needed in zip(found, needs, strict=True))
-    return (*gradients, None, None, None, None)
-
-
-_compress_kv.register_autograd(_backward, setup_context=_setup_context)
+def _needs_of(call: CompressorCall) -> CompressorNeeds:
+    if not torch.is_grad_enabled():
+        return (False, False, False)
+    return call.values.requires_grad, call.gates.requires_grad, call.position_bias.requires_grad
