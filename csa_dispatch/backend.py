@@ -71,6 +71,9 @@ class Backend:
             asked with the same CallSpec. Any backward works with any forward: the contract
             between them is the output and the sink-inclusive natural-log lse alone.
         evidence: what has been shown to work: "verified", "lowered" or "contract-tested".
+        backward_uses_lse: whether ``backward`` takes the probabilities as ``exp(z - lse)`` of the
+            lse it is given, so that it can differentiate some of a softmax's keys; False when
+            it works them out anew from the call.
         operations: operations beside attention that it implements, by name, e.g.
             ``{"lightning_indexer": MyIndexer()}``.
     """
@@ -80,6 +83,7 @@ class Backend:
     forward_capabilities: Capabilities
     backward_capabilities: Capabilities | None = None
     evidence: str = "verified"
+    backward_uses_lse: bool = True
     operations: Mapping[str, Operation] = MappingProxyType({})
 
     def implementation(self, operation: str) -> Backend | Operation | None:

@@ -62,6 +62,7 @@ class AttentionGymBackend(Backend):
 
     name = "attention_gym"
     summary = "Attention Gym's eager reference implementation (CPU)"
+    backward_uses_lse = False  # autograd runs its forward again
     forward_capabilities = CAPABILITIES
     backward_capabilities = CAPABILITIES
 

@@ -4,10 +4,13 @@ from .compressor import CompressedKV, compress_kv
 from .compressor_step import CompressorState, compress_kv_step
 from .indexer import lightning_indexer
 from .indexer_loss import indexer_kl_loss
+from .window_lse import AttentionWithWindowLse, attention_with_window_lse
 
 __all__ = [
+    "AttentionWithWindowLse",
     "CompressedKV",
     "CompressorState",
+    "attention_with_window_lse",
     "compress_kv",
     "compress_kv_step",
     "indexer_kl_loss",
