@@ -106,7 +106,7 @@ def complete_entries(query: Tensor, entries: int, past: int, compress_ratio: int
 def window_rows(query: Tensor, before: int, window: int) -> Tensor:
     """Rows of ``local_kv`` in each query's window, int32 ``[B, T, W]``, -1 unused.
 
-    Query t's own row is ``before + t``.
+    Query t's own row is ``before + t``; rows before row 0 are not there.
     """
     width = min(window, before + query.shape[2])
     own = torch.arange(before, before + query.shape[2], device=query.device, dtype=torch.int32)

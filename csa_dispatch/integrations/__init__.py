@@ -1,0 +1,1 @@
+"""Other libraries' models, run through ``attention()``. Each subpackage needs its library."""

@@ -1,0 +1,85 @@
+"""``enable`` and ``disable``: forwards replaced on a model's own modules, nothing global."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, TypeVar
+
+from torch import nn
+
+from .layers import attention_forward
+from .model import model_forward
+from .probing import check_layer, v4_modeling
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def enable(model: Model) -> Model:
+    """Run the attention of a Hugging Face DeepSeek-V4 model through ``attention()``.
+
+    Outputs, gradients and ``generate()`` are what they were, within rounding. No ``[T, T]`` mask
+    is built, the indexer's picks stay indices and its scores are formed some tokens at a time, so
+    memory grows linearly with the tokens. Which backend runs follows ``attention()``: policy,
+    ``use_backend`` and environment.
+
+    Refused at the call, with a Reason: left padding, prepared masks, packed ``position_ids``,
+    caches other than ``DynamicCache(config=...)``, ``output_attentions``, attention dropout.
+
+    Args:
+        model: a ``DeepseekV4ForCausalLM`` or ``DeepseekV4Model``, or a module that holds one or
+            holds its attention layers. Enabling it again changes nothing.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ImportError: transformers is absent, older than 5.24, or lacks a part that we read.
+        ValueError: there is no DeepSeek-V4 attention layer in the model.
+    """
+    modeling = v4_modeling()
+    layers = [part for part in model.modules() if isinstance(part, modeling.DeepseekV4Attention)]
+    if not layers:
+        raise ValueError(
+            f"model is a {type(model).__name__}; it must be a transformers DeepSeek-V4 model "
+            f"(with {modeling.DeepseekV4Attention.__name__} layers)."
+        )
+    for layer in layers:
+        check_layer(layer)
+    for layer in layers:
+        _replace(layer, attention_forward)
+    for part in model.modules():
+        if isinstance(part, modeling.DeepseekV4Model):
+            _replace(part, model_forward)
+    return model
+
+
+def disable(model: Model) -> Model:
+    """Undo ``enable``; a model that is not enabled is left as it is.
+
+    Returns:
+        The same model.
+    """
+    for part in model.modules():
+        _restore(part, attention_forward)
+        _restore(part, model_forward)
+    return model
+
+
+def _slot(part: nn.Module) -> str:
+    """Where a module's own forward lives: accelerate's hooks wrap it and keep it aside."""
+    return "_old_forward" if "_old_forward" in part.__dict__ else "forward"
+
+
+def _replace(part: nn.Module, forward: Callable[..., Any]) -> None:
+    part.__dict__[_slot(part)] = MethodType(forward, part)
+
+
+def _restore(part: nn.Module, forward: Callable[..., Any]) -> None:
+    slot = _slot(part)
+    if getattr(part.__dict__.get(slot), "__func__", None) is not forward:
+        return
+    if slot == "forward":
+        del part.__dict__[slot]
+    else:
+        part.__dict__[slot] = MethodType(type(part).forward, part)
