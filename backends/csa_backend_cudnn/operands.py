@@ -39,7 +39,8 @@ def build_operands(call: Call) -> Operands:
     pool_rows = 0 if call.sparse_kv is None else call.sparse_kv.shape[2]
     slots = 0 if call.kv_indices is None else call.kv_indices.shape[2]
     window = window_slots(call.sliding_window_size, tokens)
-    pool = pool_slots(call.kind, slots, pool_rows, tokens, call.compress_ratio or 1)
+    packed = call.cu_seqlens is not None
+    pool = pool_slots(call.kind, slots, pool_rows, tokens, call.compress_ratio or 1, packed)
     local_rows = tokens if window else 0
     width, rows = padded(window + pool), local_rows + pool_rows
 

@@ -19,11 +19,16 @@ def window_slots(window: int, tokens: int) -> int:
     return min(window, tokens)
 
 
-def pool_slots(kind: Kind, slots: int, pool: int, tokens: int, compress_ratio: int) -> int:
+def pool_slots(
+    kind: Kind, slots: int, pool: int, tokens: int, compress_ratio: int, packed: bool
+) -> int:
     """Slots of the pool; of a dense pool, the entries complete at the last token."""
     if kind is Kind.GATHER:
         return slots
-    return min(pool, tokens // compress_ratio) if kind is Kind.DENSE else 0
+    if kind is not Kind.DENSE:
+        return 0
+    # A packed document may have begun before row 0: its tokens see more than the rows tell.
+    return pool if packed else min(pool, tokens // compress_ratio)
 
 
 def padded(slots: int) -> int:
@@ -33,8 +38,8 @@ def padded(slots: int) -> int:
 
 def spec_slots(spec: CallSpec) -> int:
     """Slots a token of ``spec``, before padding."""
-    ratio = spec.compress_ratio or 1
-    pool = pool_slots(spec.kind, spec.slots, spec.pool, spec.tokens, ratio)
+    packed, ratio = spec.documents == "cu_seqlens", spec.compress_ratio or 1
+    pool = pool_slots(spec.kind, spec.slots, spec.pool, spec.tokens, ratio, packed)
     return window_slots(spec.window, spec.tokens) + pool
 
 

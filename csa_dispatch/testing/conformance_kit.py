@@ -81,6 +81,7 @@ class Kit:
         backend: the backend under test.
         forward: whose forward runs: the backend's own, or eager PyTorch's when the backend
             claims no forward on the device but a backward.
+        backward: what its backward claims, or None when that is nothing on the device.
         device: where the calls run.
         full: whether to cover pairs of values rather than values.
         entry: names of forward and backward, to force them.
@@ -93,22 +94,25 @@ class Kit:
         self.full = full
         self.capability = device_capability(device)
         self.forward = backend
+        self.backward = backend.backward_capabilities
         self._observed: dict[str, Observation] = {}
         if not self._claimed(backend.forward_capabilities):
             eager = backends()["eager"].backend
-            if backend.backward_capabilities is not None and eager is not None:
+            if self.backward is not None and eager is not None:
                 self.forward = eager
+        elif self.backward is not None and not self._claimed(self.backward):
+            self.backward = None
         self.entry = Entry(self.forward.name, backend.name)
         self.plain_run = backend_run(self.forward, backend)
 
     @property
     def sides(self) -> tuple[Capabilities, Capabilities | None]:
         """What the forward and the backward that run here claim."""
-        return self.forward.forward_capabilities, self.backend.backward_capabilities
+        return self.forward.forward_capabilities, self.backward
 
-    def _claimed(self, forward: Capabilities) -> bool:
+    def _claimed(self, side: Capabilities) -> bool:
         """Whether any call is claimed on this device."""
-        return bool(cases_for(forward, device_type=self.device.type, capability=self.capability,
+        return bool(cases_for(side, device_type=self.device.type, capability=self.capability,
                               strength=1))  # fmt: skip
 
     def cases(self, axes: Axes, *, whole_claim: bool = False) -> list[Case]:

@@ -113,6 +113,8 @@ class NanInNewMemory(TorchDispatchMode):
     algorithms alone, which change what runs; this does in any mode.
     """
 
+    supports_higher_order_operators = True  # such as FlexAttention's; they pass through
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # pyright: ignore
         result = func(*args, **(kwargs or {}))
         if func in _UNINITIALISED and not result.is_meta:
