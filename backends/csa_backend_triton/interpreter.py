@@ -115,6 +115,23 @@ def install() -> None:
 
         setattr(owner, name, reduction)
 
+    def repair_mask(name: str, position: int) -> None:
+        original = getattr(builder, name)
+
+        @functools.wraps(original)
+        def access(self: Any, *arguments: Any) -> Any:
+            mask = arguments[position]
+            if mask.data.dtype != np.bool_:
+                boolean = handle(mask.data.astype(np.bool_), tl.int1)
+                arguments = (*arguments[:position], boolean, *arguments[position + 1 :])
+            return original(self, *arguments)
+
+        setattr(builder, name, access)
+
+    # A boolean scalar of the launch's arguments is held as an integer, and so is what it is
+    # combined with; Triton 3.9 no longer takes that for a mask.
+    repair_mask("create_masked_load", 1)
+    repair_mask("create_masked_store", 2)
     repair_reduction(interpreter.ReduceOps, "sum")
     repair_reduction(interpreter.ScanOps, "cumsum")
     _patch_language_once(interpreter)

@@ -16,7 +16,7 @@ import sys
 
 import torch
 
-from csa_dispatch.testing import Case, backend_run, check_case
+from csa_dispatch.testing import Case, attention_run, check_case
 
 KINDS = (
     {"kind": "gather"},
@@ -47,7 +47,7 @@ def main(text: str) -> int:
     for case in cases():
         if text not in case.name:
             continue
-        result = check_case(case, backend_run("triton"), device="cuda")
+        result = check_case(case, attention_run("triton", "triton"), device="cuda")
         torch.cuda.synchronize()
         failed += result.status != "pass"
         print(result.status, case.name, result.message, flush=True)

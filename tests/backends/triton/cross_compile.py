@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from csa_backend_triton.warmup import compile_spec
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.driver import driver
 
 from csa_dispatch.call import Kind
@@ -39,8 +39,6 @@ SHARED_LIMIT = {
     120: 101376,
 }
 """Shared memory one block of threads may use, by capability, in bytes."""
-
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class CompileOnlyDriver:
@@ -126,14 +124,12 @@ class Compiled(NamedTuple):
 def assemble(ptx: str, capability: int) -> tuple[int, int, bool]:
     """Registers, spilled bytes, and whether ptxas serialised the wgmma instructions."""
     suffix = "a" if capability >= 90 else ""
-    newer = TOOLS / "ptxas-blackwell"
-    ptxas = newer if capability >= 100 and newer.exists() else TOOLS / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         log = subprocess.run(
             [
-                ptxas,
+                get_ptxas(capability).path,
                 "-v",
                 f"-arch=sm_{capability}{suffix}",
                 source,

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import pytest
 PROGRAM = Path(__file__).with_name("cross_compile.py")
 
 TENSOR_MEMORY_COLUMNS = 512
-SPILL_LIMIT = 2048
+SPILL_LIMIT = 2048 if metadata.version("triton").startswith("3.6.") else 8192
 """Bytes spilled by a kernel, stores and loads together, over its whole text. Wide heads keep a
-64-row accumulator in registers and spill addresses around the loops."""
+64-row accumulator in registers and spill addresses around the loops. The tiles were chosen with
+Triton 3.6; what later ones spill with the same tiles is only kept from growing."""
 
 REDUCED = {
     80: ("gather-512-64",),
