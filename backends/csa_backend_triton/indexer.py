@@ -1,4 +1,4 @@
-"""The lightning indexer on the GPU: scores into a bounded workspace, then picks, block by block."""
+"""The lightning indexer on the GPU: scores into a bounded workspace, then picks, by blocks."""
 
 from __future__ import annotations
 

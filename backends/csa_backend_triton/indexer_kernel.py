@@ -133,7 +133,7 @@ def select_kernel(
         held = ordinals(scores, start + lane, end)
         # The largest value that at least topk entries reach, from its highest bit down.
         threshold = UNSEEN
-        for step in range(0, 32):
+        for step in range(32):
             bit = tl.full([], 1, tl.int32) << (31 - step)
             raised = tl.where(step == 0, 0, threshold | bit)
             if RESIDENT:
