@@ -1,4 +1,4 @@
-"""Attention Gym as a backend: its eager reference implementation of ``gather_attn``."""
+"""Attention Gym as a backend: ``gather_attn``'s reference on a CPU, its fused kernels on CUDA."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The Backend: claims, version gate, and the way in and out of ``gather_attn``.
 
-Where the reference implementation departs from our semantics, the adapter closes the gap
-(``reference_call``) or does not claim the case (``Capabilities``).
+On a CPU Attention Gym's reference implementation runs, on CUDA its fused kernels. Where they
+depart from our semantics, the adapter closes the gap (``reference``, ``fused``) or does not claim
+the case (``Capabilities``).
 """
 
 from __future__ import annotations
@@ -21,9 +22,21 @@ from csa_dispatch import (
     OneOf,
     Reason,
 )
+from csa_dispatch.call_spec import spec_of
+
+from .features import features, known_features
+from .sides import (
+    Options,
+    backward_predicates,
+    family,
+    forward_predicates,
+)
 
 SLOT_BYTES_LIMIT = 2 * 2**30
 """The reference gathers every slot of every token at once; beyond this it is no use."""
+
+REMEDY = "pip install 'attn-gym>=0.0.17'"
+NO_GRADIENTS = (False, False, False, False)
 
 
 def shared_or_full_heads(spec: CallSpec) -> Reason | None:
@@ -34,7 +47,9 @@ def shared_or_full_heads(spec: CallSpec) -> Reason | None:
 
 
 def gathered_slots_fit(spec: CallSpec) -> Reason | None:
-    """Gathered slots (B, G, T, W + K, D in fp32): at most 2 GiB."""
+    """On a CPU gathered slots (B, G, T, W + K, D in fp32): at most 2 GiB."""
+    if spec.device_type != "cpu":
+        return None
     slots = min(spec.window, spec.tokens)
     slots += spec.pool if spec.compress_ratio else spec.slots
     width = 8 if spec.dtype == "float64" else 4
@@ -45,49 +60,80 @@ def gathered_slots_fit(spec: CallSpec) -> Reason | None:
     return Reason("gathered_slots_fit", actual, "at most 2 GiB", "Use eager or triton.")
 
 
-CAPABILITIES = Capabilities(
-    device_type=OneOf(("cpu",), others=("cuda",)),
-    dtype=OneOf(("float64", "float32", "bfloat16", "float16")),
-    documents=OneOf(("none", "cu_seqlens"), others=("doc_ids",)),
-    predicates=(shared_or_full_heads, gathered_slots_fit),
-    remedies=(
-        ("documents", "Pass cu_seqlens, or use eager or triton."),
-        ("device_type", "Use triton or eager on CUDA."),
-    ),
-)
+def reference_masks(spec: CallSpec) -> Reason | None:
+    """On a CPU an attn-gym whose reference takes cu_seqlens: others let unused rows leak."""
+    known = known_features()
+    if spec.device_type != "cpu" or known.packed_offsets:
+        return None
+    actual = f"attn-gym {known.version}"
+    return Reason("reference_masks", actual, "gather_attn with cu_seqlens on a CPU", REMEDY)
+
+
+CPU_PREDICATES = (shared_or_full_heads, gathered_slots_fit, reference_masks)
+
+
+def _capabilities(predicates: tuple) -> Capabilities:
+    return Capabilities(
+        device_type=OneOf(("cpu", "cuda"), others=("meta",)),
+        dtype=OneOf(("float64", "float32", "bfloat16", "float16")),
+        documents=OneOf(("none", "cu_seqlens"), others=("doc_ids",)),
+        predicates=(*CPU_PREDICATES, *predicates),
+        remedies=(
+            ("documents", "Pass cu_seqlens, or use eager or triton."),
+            ("device_type", "Use eager."),
+        ),
+    )
 
 
 class AttentionGymBackend(Backend):
-    """``attn_gym.sparse.gather_attn`` with ``impl="reference"``."""
+    """``attn_gym.sparse.gather_attn``: the reference on a CPU, the fused kernels on CUDA.
+
+    Args:
+        side: on CUDA, "triton" or "cute" (FlashAttention-4's kernels, SM100 and SM103) for one
+            side's kernels, or "auto" for CuTe where it can run the call.
+        most_unrolled: most slots, and most window tiles, that the Triton forward may unroll
+            outside Blackwell. Compile time grows steeply with them.
+        recompute_p: False keeps the probabilities for the CuTe backward, where the version can.
+    """
 
     name = "attention_gym"
-    summary = "Attention Gym's eager reference implementation (CPU)"
-    backward_uses_lse = False  # autograd runs its forward again
-    forward_capabilities = CAPABILITIES
-    backward_capabilities = CAPABILITIES
+    summary = "Attention Gym: its reference on a CPU, its fused kernels on CUDA"
+    evidence = "CPU, SM90: verified; SM100: contract-tested"
+
+    def __init__(
+        self, *, side: str = "auto", most_unrolled: int = 16, recompute_p: bool = True
+    ) -> None:
+        if side not in ("auto", "triton", "cute"):
+            raise ValueError(f"side is {side!r}; it must be 'auto', 'triton' or 'cute'.")
+        if most_unrolled < 0:
+            raise ValueError(f"most_unrolled is {most_unrolled}; it must not be negative.")
+        self.options = Options(side, most_unrolled, recompute_p)
+        self.forward_capabilities = _capabilities(forward_predicates(self.options))
+        self.backward_capabilities = _capabilities(backward_predicates(self.options))
 
     def probe(self) -> Availability:
-        """Gate on the feature the adapter needs, packed offsets, not on a version number."""
-        remedy = "pip install 'attn-gym>=0.0.17'"
+        """Gate on the features the adapter needs, not on a version number."""
         if util.find_spec("attn_gym") is None:
             return Availability(
-                "", Reason("availability", "attn_gym not installed", "attn-gym", remedy)
+                "", Reason("availability", "attn_gym not installed", "attn-gym", REMEDY)
             )
         version = f"attn-gym {metadata.version('attn-gym')}"
         try:
-            from .reference import has_packed_offsets
-
-            packed = has_packed_offsets()
+            fused = features().fused
         except Exception as error:
             actual = f"broken ({type(error).__name__}: {error})"
-            return Availability(version, Reason("availability", actual, "importable", remedy))
-        if not packed:
-            return Availability(
-                version, Reason("availability", version, "gather_attn with cu_seqlens", remedy)
-            )
+            return Availability(version, Reason("availability", actual, "importable", REMEDY))
+        if not fused:
+            needed = "gather_attn with scale, impl and kernel_options"
+            return Availability(version, Reason("availability", version, needed, REMEDY))
         return Availability(version)
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        if call.query.is_cuda:
+            from .fused import forward
+
+            side = family(spec_of(call, NO_GRADIENTS), self.options)
+            return forward(call, side, self.options.recompute_p)
         from .reference import reference_call
 
         with torch.no_grad():
@@ -101,11 +147,24 @@ class AttentionGymBackend(Backend):
         grad_output: Tensor,
         needs: tuple[bool, bool, bool, bool],
     ) -> Gradients:
+        del output, lse  # recomputed
+        if call.query.is_cuda:
+            from .fused import backward
+
+            side = family(spec_of(call, needs), self.options)
+            return backward(call, grad_output, needs, side, self.options.recompute_p)
         from .reference import reference_gradients
 
         return reference_gradients(call, grad_output, needs)
 
     def notes(self, spec: CallSpec) -> tuple[str, ...]:
+        if spec.device_type == "cuda":
+            kernels = {"cute": "CuTe", "shared": "shared-KV Triton", "generic": "generic Triton"}
+            found = [f"{kernels[family(spec, self.options)]} kernels"]
+            found.append("copies the KV, zeros where it is not finite")
+            if spec.differentiable:
+                found.append("runs its forward again in the backward")
+            return tuple(found)
         found = ["the reference gathers every slot of every token: memory grows with T * (W + K)"]
         if spec.dtype in ("bfloat16", "float16"):
             found.append("inputs are copied to fp32: its gradients accumulate in the input dtype")

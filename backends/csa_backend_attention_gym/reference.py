@@ -11,21 +11,10 @@ Three departures are closed here (versions 0.0.14 to 0.0.17):
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 from torch import Tensor
 
 from csa_dispatch import Call, Gradients, Kind, enable_autograd, token_bounds
-
-
-def has_packed_offsets() -> bool:
-    """Whether the installed ``gather_attn`` takes cu_seqlens, scale and an impl."""
-    from attn_gym.sparse.gather_attn import gather_attn
-
-    return {"cu_seqlens", "cu_seqlens_k", "scale", "impl"} <= set(
-        inspect.signature(gather_attn).parameters
-    )
 
 
 def _rows_with_keys(call: Call) -> Tensor:
