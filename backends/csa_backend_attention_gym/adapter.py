@@ -8,6 +8,7 @@ the case (``Capabilities``).
 from __future__ import annotations
 
 from importlib import metadata, util
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from csa_dispatch import (
 from csa_dispatch.call_spec import spec_of
 
 from .features import features, known_features
+from .indexer import AttentionGymIndexer
 from .sides import (
     Options,
     backward_predicates,
@@ -99,6 +101,7 @@ class AttentionGymBackend(Backend):
     name = "attention_gym"
     summary = "Attention Gym: its reference on a CPU, its fused kernels on CUDA"
     evidence = "CPU, SM90: verified; SM100: contract-tested"
+    operations = MappingProxyType({"lightning_indexer": AttentionGymIndexer()})
 
     def __init__(
         self, *, side: str = "auto", most_unrolled: int = 16, recompute_p: bool = True
