@@ -16,6 +16,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q
 # Triton's interpreter is chosen when triton is imported, so what interprets gets processes of
 # its own.
 INTERPRETED := tests/backends/triton tests/backends/fa4/interpreted
+# numpy warns of the NaN and Inf that the cases mean to compute with.
+INTERPRETER := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
+	PYTHONWARNINGS=ignore::RuntimeWarning:triton.runtime.interpreter
 OTHERS := $(addprefix --ignore ,$(INTERPRETED))
 
 NEWER_TRITON := .venv/triton-3.9.0
@@ -49,6 +52,7 @@ unit: env ## tests that need no special process
 
 interpreted: env ## tests of the Triton kernels in Triton's interpreter
 	$(PYTEST) -n $(WORKERS) -m 'not slow and not serial' $(INTERPRETED)
+	$(INTERPRETER) $(BIN)/csa-dispatch parity --matrix edge.toml --backend triton --filter float32
 
 # A later Triton beside the pinned one, for what compiles there; it is never installed.
 newer-triton: env ## compile the kernels with Triton 3.9 too, and interpret a few
@@ -60,11 +64,8 @@ newer-triton: env ## compile the kernels with Triton 3.9 too, and interpret a fe
 measured: env ## tests that measure time or memory, one at a time
 	$(PYTEST) -m 'serial and not slow' $(OTHERS)
 
-# numpy warns of the NaN and Inf that the cases mean to compute with.
 parity: env ## every backend against the float64 oracle; writes out/parity.html
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
-		PYTHONWARNINGS=ignore::RuntimeWarning:triton.runtime.interpreter \
-		$(BIN)/csa-dispatch parity --matrix configs/parity/ci.toml --require eager --require triton \
+	$(INTERPRETER) $(BIN)/csa-dispatch parity --matrix ci.toml --require eager --require triton \
 		--html out/parity.html --junit out/parity.xml
 
 docs: env ## build the documentation into site/

@@ -148,8 +148,13 @@ FLOAT32: dict[str, Table] = {
 }
 
 
+def head_dim_class(table: Table, head_dim: int) -> int:
+    """The key of ``table`` that a head dimension falls under."""
+    return min(bound for bound in table if bound >= head_dim)
+
+
 def _entry(table: Table, head_dim: int, rows: int) -> Tile:
-    by_rows = table[min(bound for bound in table if bound >= head_dim)]
+    by_rows = table[head_dim_class(table, head_dim)]
     fitting = [size for size in by_rows if size >= rows]
     chosen = min(fitting) if fitting else max(by_rows)
     return Tile(chosen, *by_rows[chosen])

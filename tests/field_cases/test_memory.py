@@ -42,6 +42,8 @@ print(status("VmHWM") - before)
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_peak_memory_grows_with_slots_and_not_with_the_pool(backend: str):
+    if backend == "triton":
+        pytest.skip("interpreted kernels take numpy's memory, and minutes")
     program = PROGRAM.replace("BACKEND", repr(backend))
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False

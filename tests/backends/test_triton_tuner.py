@@ -1,0 +1,125 @@
+"""The tuner: what it tries, what it keeps, what it writes. Times are a GPU's matter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from csa_backend_triton import load_tiles
+from csa_backend_triton.tile_table import forward_tile
+from csa_backend_triton.tuner import (
+    Entry,
+    Place,
+    candidates,
+    choose,
+    entry_at,
+    put,
+    save_tiles,
+    tune,
+)
+
+from csa_dispatch import CallSpec
+
+PLACE = Place("forward", "hopper", 128, 16)
+
+
+@pytest.fixture(autouse=True)
+def table_as_shipped() -> Iterator[None]:
+    shipped = entry_at(PLACE)
+    yield
+    put(PLACE, shipped)
+
+
+def test_candidates_start_with_the_entry_and_stay_sensible() -> None:
+    found = candidates((64, 4, 3, 168))
+    assert found[0] == (64, 4, 3, 168)
+    assert (32, 8, 2) in found
+    assert len(set(found)) == len(found)
+    for keys, warps, stages, *_ in found:
+        assert 16 <= keys <= 128
+        assert warps in (4, 8)
+        assert 1 <= stages <= 4
+
+
+@pytest.mark.parametrize(("milliseconds", "kept"), [(0.5, True), (0.99, False)])
+def test_a_tile_replaces_the_tables_when_it_is_worth_it(milliseconds: float, kept: bool) -> None:
+    before = entry_at(PLACE)
+    other = next(entry for entry in candidates(before) if entry != before)
+
+    def times(entries: list[Entry]) -> dict[Entry, float]:
+        put(PLACE, entries[-1])  # as measuring does
+        return {before: 1.0, other: milliseconds}
+
+    assert choose(PLACE, times) == (other if kept else before)
+    assert entry_at(PLACE) == (other if kept else before)
+
+
+def test_what_cannot_be_compared_changes_nothing() -> None:
+    before = entry_at(PLACE)
+    assert choose(PLACE, lambda entries: {entries[-1]: 1.0}) == before
+    assert entry_at(PLACE) == before
+
+
+def test_places_are_those_of_the_kernels_a_call_launches() -> None:
+    program = (
+        "from csa_backend_triton.tuner import places\n"
+        "from csa_dispatch import CallSpec, Kind\n"
+        "from triton.runtime.driver import driver\n"
+        "from cross_compile import CompileOnlyDriver\n"
+        "driver.set_active(CompileOnlyDriver(90))\n"
+        "spec = CallSpec(kind=Kind.WINDOW, heads=16, head_dim=128, pool=0, slots=0,\n"
+        "    index_dtype='none', capability=90, needs_grad=(True, True, False, True))\n"
+        "print(sorted(tuple(place) for place in places(spec)))\n"
+    )
+    folder = Path(__file__).parent / "triton"
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    found = run.stdout.strip()
+    assert "('forward', 'hopper', 128, 16)" in found or "('forward', 'hopper', 128, 64)" in found
+    assert "'token_gradient'" in found
+
+
+def test_saved_tiles_take_effect_when_loaded(tmp_path: Path) -> None:
+    path = str(tmp_path / "tiles.json")
+    save_tiles(path, [(PLACE, (32, 8, 2, 168))])
+    assert forward_tile(90, 128, 16, False).keys == 64
+    assert load_tiles(path) == 1
+    assert forward_tile(90, 128, 16, False) == (16, 32, 8, 2, 168)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"family": "ampere"},
+        {"rows": 17},
+        {"entry": [32, 8]},
+        {"entry": [32, 8, "2"]},
+        {"table": 1},
+    ],
+)
+def test_other_files_are_refused_whole(tmp_path: Path, change: dict[str, object]) -> None:
+    path = tmp_path / "tiles.json"
+    save_tiles(str(path), [(PLACE, (32, 8, 2)), (PLACE, (32, 8, 2))])
+    data = json.loads(path.read_text())
+    data[1] |= change
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="not tiles of csa_backend_triton"):
+        load_tiles(str(path))
+    assert entry_at(PLACE) == (64, 4, 3)
+
+
+def test_tuning_needs_a_gpu_and_a_call_that_has_choices() -> None:
+    with pytest.raises(ValueError, match="dtype is 'float32'"):
+        tune(CallSpec(dtype="float32"))
+    with pytest.raises(ValueError, match="kv_heads is 5"):
+        tune(CallSpec(kv_heads=5))
