@@ -10,8 +10,9 @@ from torch import Tensor
 
 from csa_dispatch.call import Call, token_bounds
 
-WORK = 2**22
-"""Elements of gathered entries and logits in work at a time: 16 MiB in fp32."""
+WORK, WORK_CUDA = 2**22, 2**26
+"""Elements of gathered entries and logits in work at a time: 16 MiB in fp32, which a CPU's cache
+nearly holds. A GPU needs more of them to outrun its launches."""
 
 
 class Teacher(NamedTuple):
@@ -65,7 +66,8 @@ def loss_and_gradient(
     spans = _spans(teacher)
     _, heads, _, size = teacher.query.shape
     each = slots * (heads + (0 if teacher.kv_indices is None else size))
-    step = max(1, WORK // max(1, each))
+    work = WORK_CUDA if lse.is_cuda else WORK
+    step = max(1, work // max(1, each))
     for row in range(batch):
         for begin in range(0, tokens, step):
             here = slice(begin, min(begin + step, tokens))
