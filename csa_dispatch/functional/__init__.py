@@ -4,6 +4,7 @@ from .compressor import CompressedKV, compress_kv
 from .compressor_step import CompressorState, compress_kv_step
 from .indexer import lightning_indexer
 from .indexer_loss import indexer_kl_loss
+from .indexer_scores import indexer_scores
 from .window_lse import AttentionWithWindowLse, attention_with_window_lse
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "compress_kv",
     "compress_kv_step",
     "indexer_kl_loss",
+    "indexer_scores",
     "lightning_indexer",
 ]

@@ -29,8 +29,7 @@ def _checked(
     scale: float | None = None,
 ) -> IndexerCall:
     """The validated call."""
-    if any_autocast():
-        index_query, index_keys = _autocast(index_query, index_keys)
+    index_query, index_keys = cast_by_autocast(index_query, index_keys)
     check_operands(index_query, index_keys, weights)
     check_documents(index_query, cu_seqlens, cu_seqlens_k)
     check_choice(topk, compress_ratio, past, cu_seqlens is not None)
@@ -40,11 +39,13 @@ def _checked(
     )
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Query and keys in autocast's dtype, as ``attention()`` takes them."""
-    query = tensors[0]
+def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Query and keys in the dtype of a surrounding autocast, as ``attention()`` takes them."""
+    if not any_autocast():
+        return tensors
     if not all(isinstance(tensor, Tensor) and tensor.dtype in _CAST for tensor in tensors):
         return tensors
+    query = tensors[0]
     if not torch.is_autocast_enabled(query.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(query.device.type)

@@ -24,6 +24,7 @@ from csa_dispatch.functional import lightning_indexer
 from csa_dispatch.indexer_call import IndexerCall, IndexerSpec, indexer_spec_of
 
 from .budgets import TensorVerdict
+from .memory import place
 
 Run = Callable[[IndexerCall], Tensor]
 
@@ -134,19 +135,12 @@ def build_indexer(case: IndexerCase, device: torch.device | str = "cpu") -> Inde
         call.index_keys[:, unseen] = torch.nan
     if case.memory == "strided":
         call = call._replace(
-            index_query=_apart(call.index_query.transpose(1, 2)).transpose(1, 2),
-            index_keys=_apart(call.index_keys),
+            index_query=place(place(call.index_query, "transposed", "query"), "strided", "query"),
+            index_keys=place(call.index_keys, "strided", "sparse_kv"),
             weights=call.weights.mT.contiguous().mT,
         )
     moved = (item.to(device) if isinstance(item, Tensor) else item for item in call)
     return IndexerCall(*moved)  # pyright: ignore[reportArgumentType]
-
-
-def _apart(tensor: Tensor) -> Tensor:
-    """The same values, every other column of a wider tensor that holds NaN elsewhere."""
-    wide = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), torch.nan)
-    wide[..., ::2] = tensor
-    return wide[..., ::2]
 
 
 def visible_rows(call: IndexerCall, token: int) -> range:

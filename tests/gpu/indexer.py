@@ -68,6 +68,7 @@ def cases() -> dict[str, Any]:
                 refused += 1
                 continue
             verdict = judge_picks(build_indexer(case), picks.cpu())
+            print(backend, case.name, verdict.message or f"{verdict.share:.3f}", flush=True)
             shares.append(verdict.share)
             if verdict.message:
                 faults.append(f"{case.name}: {verdict.message}")
@@ -170,7 +171,7 @@ def main() -> None:
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
-    for part in (tiles, times, select, cases, samples):
+    for part in (tiles, times, samples, cases, select):
         if part.__name__ in options.skip.split(","):
             continue
         found[part.__name__] = part()

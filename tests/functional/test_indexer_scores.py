@@ -1,0 +1,165 @@
+"""``indexer_scores``: values and gradients against float64 autograd over the definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from csa_dispatch.bench.memory import extra_memory
+from csa_dispatch.functional import indexer_scores, lightning_indexer
+from csa_dispatch.functional.indexer_scores import CHUNK_BYTES
+from csa_dispatch.testing.indexer import build_indexer, indexer_cases, visible_rows
+
+CASES = {case.name: case for case in indexer_cases() if case.content != "NaN"}
+WITH_ENTRIES = [name for name in CASES if not name.startswith("no-entries")]
+
+
+def defined(query: Tensor, keys: Tensor, weights: Tensor, rows: Tensor, scale: float) -> Tensor:
+    """Scores of absolute rows, -1 unused, by advanced indexing; differentiable."""
+    batch = torch.arange(len(keys))[:, None, None]
+    picked = keys[batch, rows.clamp(min=0).long()].masked_fill((rows < 0)[..., None], 0)
+    products = torch.einsum("bhtd,btkd->bthk", query, picked).relu()
+    return scale * torch.einsum("bth,bthk->btk", weights, products)
+
+
+def draw(name: str) -> tuple[Any, Tensor, Tensor]:
+    """A case's call, its picks, and the same as rows of the pool."""
+    call = build_indexer(CASES[name])
+    picks = lightning_indexer(
+        *call[:4],
+        compress_ratio=call.compress_ratio,
+        past=call.past,
+        cu_seqlens=call.cu_seqlens,
+        cu_seqlens_k=call.cu_seqlens_k,
+    )
+    starts = [visible_rows(call, token).start for token in range(picks.shape[1])]
+    return call, picks, torch.where(picks < 0, -1, picks + torch.tensor(starts)[:, None])
+
+
+@pytest.mark.parametrize("name", WITH_ENTRIES)
+def test_scores_and_gradients_are_the_definitions(name: str):
+    call, picks, rows = draw(name)
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in call[:3]]
+    found = indexer_scores(
+        *leaves, picks, cu_seqlens=call.cu_seqlens, cu_seqlens_k=call.cu_seqlens_k
+    )
+    wide = [tensor.detach().double().requires_grad_() for tensor in call[:3]]
+    scale = (call.index_query.shape[1] * call.index_query.shape[3]) ** -0.5
+    expected = defined(*wide, rows, scale)
+    assert found.dtype == torch.float32
+    assert torch.equal(found == -torch.inf, picks < 0)
+    used = picks >= 0
+    torch.testing.assert_close(found[used].double(), expected[used], rtol=1e-5, atol=1e-5)
+
+    upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    got = torch.autograd.grad(found, leaves, upstream.masked_fill(~used, torch.nan))
+    want = torch.autograd.grad(expected, wide, upstream.double().masked_fill(~used, 0))
+    for leaf, actual, right in zip(leaves, got, want, strict=True):
+        assert actual.dtype == leaf.dtype
+        # One rounding of the result, and the fp32 sums behind it.
+        budget = torch.finfo(leaf.dtype).eps * right.abs() + 1e-5 * right.abs().max()
+        assert bool(((actual.double() - right).abs() <= budget).all())
+
+
+@pytest.mark.parametrize("needed", range(3))
+def test_each_gradient_alone(needed: int):
+    call, picks, _ = draw("batched-float32")
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in call[:3]]
+    indexer_scores(*leaves, picks).masked_fill(picks < 0, 0).sum().backward()
+    alone = [tensor.detach().clone() for tensor in call[:3]]
+    alone[needed].requires_grad_()
+    indexer_scores(*alone, picks).masked_fill(picks < 0, 0).sum().backward()
+    torch.testing.assert_close(alone[needed].grad, leaves[needed].grad)
+
+
+def test_a_pool_without_entries_scores_nothing():
+    call, picks, _ = draw("no-entries-float32")
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in call[:3]]
+    scores = indexer_scores(*leaves, picks)
+    assert bool((scores == -torch.inf).all())
+    for gradient in torch.autograd.grad(scores, leaves, torch.ones_like(scores)):
+        assert not gradient.any()
+
+
+def test_what_is_not_picked_reaches_nothing():
+    call, picks, _ = draw("packed-spare-float32")
+    call.index_query[:, :, 25:] = torch.nan
+    call.weights[:, 25:] = torch.nan
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in call[:3]]
+    scores = indexer_scores(
+        *leaves, picks, cu_seqlens=call.cu_seqlens, cu_seqlens_k=call.cu_seqlens_k
+    )
+    assert not scores.isnan().any()
+    for gradient in torch.autograd.grad(scores, leaves, torch.ones_like(scores)):
+        assert bool(gradient.isfinite().all())
+
+
+def test_second_derivatives_raise():
+    call, picks, _ = draw("batched-float32")
+    query = call.index_query.detach().requires_grad_()
+    scores = indexer_scores(query, *call[1:3], picks).masked_fill(picks < 0, 0)
+    (gradient,) = torch.autograd.grad(scores.sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        torch.autograd.grad(gradient.sum(), query)
+
+
+def test_autocast_leaves_the_sums_in_fp32():
+    call, picks, _ = draw("model-bfloat16")
+    plain = indexer_scores(*call[:3], picks)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = indexer_scores(*call[:3], picks)
+        cast = indexer_scores(call.index_query.float(), call.index_keys.float(), call[2], picks)
+    assert torch.equal(plain, inside)
+    assert torch.equal(plain, cast)
+
+
+def test_it_compiles():
+    call, picks, _ = draw("batched-float32")
+    scale = torch.compile(indexer_scores, backend="aot_eager", fullgraph=True)
+    query = call.index_query.detach().requires_grad_()
+    found = scale(query, *call[1:3], picks)
+    assert torch.equal(found, indexer_scores(*call[:3], picks))
+    found.masked_fill(picks < 0, 0).sum().backward()
+    assert query.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"index_keys": torch.zeros(1, 4, 9)}, r"index_keys is of shape \[1, 4, 9\]"),
+        ({"weights": torch.zeros(1, 8, 2, dtype=torch.float64)}, "weights is torch.float64"),
+        ({"kv_indices": torch.zeros(1, 7, 2, dtype=torch.int32)}, "kv_indices is of shape"),
+        ({"kv_indices": torch.zeros(1, 8, 2)}, "kv_indices is torch.float32"),
+        ({"scale": 0.0}, "scale is 0.0"),
+        ({"cu_seqlens": torch.tensor([0, 8], dtype=torch.int32)}, "cu_seqlens_k is None"),
+    ],
+)
+def test_bad_arguments_are_named(change: dict[str, Any], message: str):
+    arguments: dict[str, Any] = {
+        "index_query": torch.zeros(1, 2, 8, 16),
+        "index_keys": torch.zeros(1, 4, 16),
+        "weights": torch.zeros(1, 8, 2),
+        "kv_indices": torch.zeros(1, 8, 2, dtype=torch.int32),
+    }
+    with pytest.raises((TypeError, ValueError), match=message):
+        indexer_scores(**arguments | change)
+
+
+@pytest.mark.serial
+def test_memory_does_not_grow_with_tokens_times_heads_times_slots():
+    tokens, heads, slots = 4096, 32, 256
+    query = torch.randn(1, heads, tokens, 32, requires_grad=True)
+    keys, weights = torch.randn(1, 512, 32, requires_grad=True), torch.randn(1, tokens, heads)
+    picks = torch.randint(0, 512, (1, tokens, slots), dtype=torch.int32)
+
+    def train() -> list[Tensor | None]:
+        scores = indexer_scores(query, keys, weights, picks)
+        return [scores, *torch.autograd.grad(scores.sum(), (query, keys))]
+
+    # Rows of the pool and masks are of the picks' size, whatever the number of heads.
+    of_picks = 24 * picks.numel()
+    assert extra_memory(train, torch.device("cpu")) < CHUNK_BYTES + of_picks
+    assert 4 * tokens * slots * (heads + 32) > 3 * CHUNK_BYTES
