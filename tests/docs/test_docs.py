@@ -32,6 +32,8 @@ def run_examples(page: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_examples_of_the_page_do_what_it_says(page: Path):
+    if page.name == "transformers.md":
+        pytest.importorskip("transformers", reason="there is none for this Python")
     done = run_examples(page)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -13,6 +13,7 @@ OPTIONAL = (
     "attn_gym",
     "flash_attn",
     "cudnn",
+    "transformers",
     "rich",
     "typer",
     "matplotlib",

@@ -1,0 +1,239 @@
+"""The V4 attention layer: window, compressed-sparse or compressed-dense by its ratio."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from ..api import attention
+from ..call import Call
+from .cache import LayerCache
+from .compressor import Compressor
+from .config import CSAConfig
+from .indexer import Indexer
+from .norm import RMSNorm, rms_norm
+from .record import IndexerRecord, LayerRecord
+from .rope import rope_frequencies, rotate
+from .rows import Tokens, rows_of, token_positions
+
+
+class GroupedLinear(nn.Linear):
+    """A linear map of each group of heads by itself: ``[N, groups, in] -> [N, groups, out]``."""
+
+    def __init__(
+        self,
+        groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, groups * out_features, False, device, dtype)
+        self.groups = groups
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight.unflatten(0, (self.groups, -1))
+        return torch.einsum("ngi,goi->ngo", input, weight)
+
+
+class CompressedSparseAttention(nn.Module):
+    """DeepSeek-V4's attention layer around one ``attention()`` call.
+
+    ``config.compress_ratio`` decides its kind: up to 1 a window alone; above, a compressor; in
+    ``config.indexer_ratios`` an indexer too, unless ``config.dense``. Parameters have the names
+    that Hugging Face transformers gives them, so its state dict of a layer loads as it is.
+
+    Tensor parallelism shards heads: with ``tp_size`` ranks a module holds its share of
+    ``q_b_proj``, ``sinks``, ``o_a_proj`` and ``o_b_proj`` and returns its part of the output,
+    which the ranks then sum (all-reduce); the rest is whole on every rank. ``load_layer`` cuts
+    the shares.
+
+    Args:
+        config: the layer's sizes.
+        tp_size: ranks that share the layer's heads.
+        device, dtype: of the linear maps; norms, sinks and position biases are fp32.
+
+    Raises:
+        ValueError: tp_size does not divide ``config.o_groups``.
+    """
+
+    def __init__(
+        self,
+        config: CSAConfig,
+        *,
+        tp_size: int = 1,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if config.o_groups % tp_size:
+            raise ValueError(
+                f"tp_size is {tp_size}; it must divide o_groups, {config.o_groups}: a rank "
+                "projects whole groups of heads."
+            )
+        self.config, self.tp_size = config, tp_size
+        heads, groups = config.num_attention_heads // tp_size, config.o_groups // tp_size
+        d_model, head_dim, rank = config.hidden_size, config.head_dim, config.q_lora_rank
+        made = {"device": device, "dtype": dtype}
+        self.q_a_proj = nn.Linear(d_model, rank, bias=False, **made)
+        self.q_a_norm = RMSNorm(rank, config.rms_norm_eps, device)
+        self.q_b_proj = nn.Linear(rank, heads * head_dim, bias=False, **made)
+        self.kv_proj = nn.Linear(d_model, head_dim, bias=False, **made)
+        self.kv_norm = RMSNorm(head_dim, config.rms_norm_eps, device)
+        self.o_a_proj = GroupedLinear(
+            groups, heads * head_dim // groups, config.o_lora_rank, **made
+        )
+        self.o_b_proj = nn.Linear(groups * config.o_lora_rank, d_model, bias=False, **made)
+        self.sinks = nn.Parameter(torch.zeros(heads, device=device, dtype=torch.float32))
+        self.compressor: Compressor | None = None
+        if config.has_compressor:
+            self.compressor = Compressor(config, head_dim, **made)
+        if self.compressor is not None and config.has_indexer:
+            self.compressor.indexer = Indexer(config, **made)
+
+    @property
+    def indexer(self) -> Indexer | None:
+        return getattr(self.compressor, "indexer", None)
+
+    @overload
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        cu_seqlens: Tensor | None = ...,
+        layout: str = ...,
+        cache: LayerCache | None = ...,
+        return_record: Literal[False] = ...,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        cu_seqlens: Tensor | None = ...,
+        layout: str = ...,
+        cache: LayerCache | None = ...,
+        return_record: Literal[True],
+    ) -> tuple[Tensor, LayerRecord]: ...
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        layout: str = "BSHD",
+        cache: LayerCache | None = None,
+        return_record: bool = False,
+    ) -> Tensor | tuple[Tensor, LayerRecord]:
+        """Attention over whole sequences, or over the next tokens after a cache.
+
+        Args:
+            hidden_states: ``[B, T, hidden_size]``, or ``[T, B, hidden_size]`` in layout SBHD.
+            cu_seqlens: int32 ``[N + 1]`` offsets of packed documents; B is 1.
+            layout: "BSHD" or "SBHD".
+            cache: ``LayerCache`` of the tokens before these, brought up to date. It keeps no
+                graph.
+            return_record: also return what the call did: its ``LayerRecord``, whose
+                ``indexer_loss`` trains the indexer.
+
+        Returns:
+            A tensor like ``hidden_states``: with tp_size above 1 this rank's part of it.
+
+        Raises:
+            ValueError: a bad shape or layout, or a cache with cu_seqlens, with gradients or
+                with return_record.
+        """
+        hidden, rows = rows_of(hidden_states, layout)
+        if cache is not None:
+            _check_cached_call(cu_seqlens, return_record)
+        config = self.config
+        positions = token_positions(rows.tokens, cu_seqlens, hidden.device)
+        if cache is not None:
+            positions = positions + cache.past
+        residual = self.q_a_norm(self.q_a_proj(hidden))
+        frequencies = rope_frequencies(config, hidden.device)
+        tokens = Tokens(hidden, residual, rows, positions, frequencies)
+
+        query = rows.split(self.q_b_proj(residual)).unflatten(-1, (-1, config.head_dim))
+        query = rotate(rms_norm(query, config.rms_norm_eps), positions, frequencies)
+        query = query.transpose(1, 2)
+        local_kv = rows.split(self.kv_norm(self.kv_proj(hidden)))
+        local_kv = rotate(local_kv, positions, frequencies)[:, None]
+        if cache is not None:
+            record, attended = None, self._after(cache, query, local_kv, tokens)
+        else:
+            record = self._whole(query, local_kv, tokens, cu_seqlens, return_record)
+            attended = record.output
+        # Values carry their rotation; turning back by the query's position makes it relative.
+        output = rotate(attended.transpose(1, 2), positions, frequencies, back=True)
+        grouped = rows.join(output).flatten(1).unflatten(1, (self.o_a_proj.groups, -1))
+        output = self.o_b_proj(self.o_a_proj(grouped).flatten(1)).view(hidden_states.shape)
+        return output if record is None or not return_record else (output, record)
+
+    def _whole(
+        self,
+        query: Tensor,
+        local_kv: Tensor,
+        tokens: Tokens,
+        cu_seqlens: Tensor | None,
+        learn: bool,
+    ) -> LayerRecord:
+        """``attention()`` over whole sequences; ``learn`` keeps the indexer's graph."""
+        config = self.config
+        entries = picks = cu_seqlens_k = indexed = None
+        if self.compressor is not None:
+            entries, cu_seqlens_k = self.compressor(tokens, cu_seqlens)
+            entries = entries[:, None]
+        if self.indexer is not None:
+            with torch.set_grad_enabled(learn and torch.is_grad_enabled()):
+                queries = self.indexer.queries(tokens.detached())
+                keys, _ = self.indexer(tokens.detached(), cu_seqlens)
+            picks = self.indexer.pick(
+                queries, keys, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k
+            )
+            indexed = IndexerRecord(queries, keys, config.compress_ratio, self.indexer.scale)
+        dense = entries is not None and picks is None
+        call = Call(
+            query=query,
+            local_kv=local_kv,
+            sparse_kv=entries,
+            kv_indices=picks,
+            attention_sink=self.sinks,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_k=cu_seqlens_k,
+            doc_ids=None,
+            sliding_window_size=config.sliding_window,
+            compress_ratio=config.compress_ratio if dense else None,
+            scale=config.head_dim**-0.5,
+        )
+        output, lse = attention(**call._asdict(), return_lse=True)
+        return LayerRecord(call, output, lse, indexed)
+
+    def _after(self, cache: LayerCache, query: Tensor, local_kv: Tensor, tokens: Tokens) -> Tensor:
+        """Attention of the next tokens, ``[B, H, T, D]``; the cache is brought up to date."""
+        picks = None
+        past = cache.past
+        if self.compressor is not None:
+            entries, cache.state = self.compressor.step(tokens, cache.state, past)
+            cache.entries.append(entries)
+        if self.indexer is not None:
+            keys, cache.index_state = self.indexer.step(tokens, cache.index_state, past)
+            cache.index_keys.append(keys)
+            queries = self.indexer.queries(tokens)
+            picks = self.indexer.pick(queries, cache.index_keys.rows, past=past)
+        return cache.attend(query, local_kv, picks, self.sinks)
+
+
+def _check_cached_call(cu_seqlens: Tensor | None, return_record: bool) -> None:
+    if cu_seqlens is not None:
+        raise ValueError("cu_seqlens is given with a cache; it must be None: one document a row.")
+    if return_record:
+        raise ValueError("return_record is True with a cache; a cache keeps no graph to train.")
+    if torch.is_grad_enabled():
+        raise ValueError(
+            "gradients are enabled with a cache, which keeps none. Use torch.no_grad()."
+        )

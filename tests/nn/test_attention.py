@@ -1,0 +1,137 @@
+"""The V4 layer against loops in float64: kinds, packing, layouts, shards, the indexer's loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from csa_dispatch import use_backend
+from csa_dispatch.nn import load_layer
+from tests.nn.reference import reference_layer
+from tests.nn.small_layers import KINDS, config_of
+
+pytestmark = pytest.mark.parametrize("kind", KINDS)
+
+
+def test_output_is_the_layers_definition(make_layer, hidden, kind):
+    layer, x = make_layer(kind), hidden(2, 37)
+    expected = torch.stack([reference_layer(layer, row) for row in x])
+    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_are_those_of_finite_differences(make_layer, hidden, kind):
+    layer, x = make_layer(kind, dtype=torch.float64), hidden(1, 19, torch.float64)
+    names, leaves = zip(
+        *((name, weight) for name, weight in layer.named_parameters() if "indexer" not in name),
+        strict=True,
+    )
+    upstream = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(2))
+    x.requires_grad_()
+    gradients = torch.autograd.grad((layer(x) * upstream).sum(), (x, *leaves))
+    for name, leaf, gradient in zip(("x", *names), (x, *leaves), gradients, strict=True):
+        direction = torch.randn_like(leaf)
+        with torch.no_grad():
+            values = []
+            for step in (1e-5, -2e-5):
+                leaf += step * direction
+                values.append((layer(x) * upstream).sum().item())
+            leaf += 1e-5 * direction
+        slope = (values[0] - values[1]) / 2e-5
+        assert (gradient * direction).sum().item() == pytest.approx(slope, rel=2e-5, abs=1e-6), (
+            name
+        )
+
+
+def test_packed_documents_are_documents_alone(make_layer, hidden, kind):
+    layer, x = make_layer(kind), hidden(1, 40)
+    cu_seqlens = torch.tensor([0, 3, 3, 21, 37], dtype=torch.int32)
+    packed = layer(x, cu_seqlens=cu_seqlens)
+    for start, end in ((0, 3), (3, 21), (21, 37)):
+        alone = layer(x[:, start:end])
+        torch.testing.assert_close(packed[:, start:end], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_sequence_first_is_the_same_layer(make_layer, hidden, kind):
+    layer, x = make_layer(kind), hidden(3, 21)
+    turned = layer(x.transpose(0, 1).contiguous(), layout="SBHD")
+    torch.testing.assert_close(turned.transpose(0, 1), layer(x), rtol=1e-5, atol=1e-6)
+
+
+def test_shards_of_the_heads_add_up(make_layer, hidden, kind):
+    layer, x = make_layer(kind), hidden(2, 21)
+    tensors = {f"layers.0.self_attn.{name}": value for name, value in layer.state_dict().items()}
+    shards = []
+    for rank in range(2):
+        shard = make_layer(kind, tp_size=2)
+        load_layer(shard, tensors, 0, tp_rank=rank)
+        assert shard.sinks.shape == (2,)
+        shards.append(shard(x))
+    torch.testing.assert_close(shards[0] + shards[1], layer(x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_forced_backend_runs_it(make_layer, hidden, kind):
+    layer, x = make_layer(kind), hidden(1, 21)
+    with use_backend("attention_gym"):
+        found = layer(x)
+    torch.testing.assert_close(found, layer(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("every_entry", [False, True])
+def test_only_the_indexer_learns_from_its_loss(make_layer, hidden, kind, every_entry):
+    layer, x = make_layer(kind), hidden(2, 37).requires_grad_()
+    output, record = layer(x, return_record=True)
+    torch.testing.assert_close(output, layer(x))
+    assert record.output.shape == record.call.query.shape
+    if kind != "csa":
+        with pytest.raises(ValueError, match="the layer has no indexer"):
+            record.indexer_loss()
+        return
+    record.indexer_loss(every_entry=every_entry).backward()
+    assert x.grad is None
+    for name, weight in layer.named_parameters():
+        if "indexer" in name:
+            assert weight.grad.abs().sum() > 0, name
+        else:
+            assert weight.grad is None, name
+
+
+def test_the_indexers_loss_of_packed_documents_is_theirs_alone(make_layer, hidden, kind):
+    if kind != "csa":
+        return
+    layer, x = make_layer(kind), hidden(1, 40)
+    cu_seqlens = torch.tensor([0, 3, 21, 40], dtype=torch.int32)
+    _, packed = layer(x, cu_seqlens=cu_seqlens, return_record=True)
+    losses = packed.indexer_loss(reduction="none")
+    for start, end in ((0, 3), (3, 21), (21, 40)):
+        _, alone = layer(x[:, start:end], return_record=True)
+        expected = alone.indexer_loss(reduction="none")
+        torch.testing.assert_close(losses[:, start:end], expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="every_entry is True for packed"):
+        packed.indexer_loss(every_entry=True)
+
+
+def test_bf16_is_near_fp32(make_layer, hidden, kind):
+    layer, x = make_layer(kind, index_topk=9), hidden(2, 37)
+    exact = layer(x)
+    for module in layer.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.to(torch.bfloat16)
+    found = layer(x.bfloat16())
+    assert found.dtype == torch.bfloat16
+    assert (found - exact).norm() < 0.02 * exact.norm()
+
+
+def test_bad_arguments_are_named(make_layer, hidden, kind):
+    layer = make_layer(kind)
+    with pytest.raises(ValueError, match="layout is 'BHSD'"):
+        layer(hidden(1, 8), layout="BHSD")
+    with pytest.raises(ValueError, match="hidden_states is of shape"):
+        layer(hidden(1, 8)[0])
+    with pytest.raises(ValueError, match="tp_size is 3"):
+        make_layer(kind, tp_size=3)
+    with pytest.raises(ValueError, match="o_groups is 3"):
+        config_of(**KINDS[kind], o_groups=3)
+    with pytest.raises(ValueError, match="qk_rope_head_dim is 26"):
+        config_of(**KINDS[kind], qk_rope_head_dim=26)
+    with pytest.raises(ValueError, match="compress_ratio is -1"):
+        config_of(compress_ratio=-1)
