@@ -80,17 +80,15 @@ def test_scattered_columns_are_copied_without_multiplying_expanded_rows() -> Non
     assert copied.untyped_storage().nbytes() == 6 * 8 * 4
 
 
-def test_what_no_gpu_has_shown_right_is_refused_on_cuda_alone() -> None:
-    hopper = CallSpec(device_type="cuda", capability=90, heads=31)
-    ampere = hopper._replace(capability=80)
-
-    def fields(spec: CallSpec) -> list[str]:
-        return [reason.field for reason in backend.forward_capabilities.reasons(spec)]
-
-    assert fields(hopper) == []
-    assert fields(ampere) == ["heads"]
-    assert fields(hopper._replace(deterministic=True)) == ["heads"]
-    assert fields(ampere._replace(heads=64)) == []
-    assert fields(ampere._replace(heads=64, head_dim=80)) == ["head_dim"]
-    # The suite runs interpreted: there the CPU is claimed in full.
-    assert fields(CallSpec(device_type="cpu", head_dim=80, heads=31)) == []
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 103, 120])
+def test_every_head_count_and_head_dim_is_claimed_from_sm80_on(capability: int) -> None:
+    spec = CallSpec(device_type="cuda", capability=capability)
+    for heads, head_dim in ((1, 16), (31, 80), (64, 576), (256, 96)):
+        asked = spec._replace(heads=heads, head_dim=head_dim)
+        assert backend.forward_capabilities.reasons(asked) == ()
+        assert backend.backward_capabilities.reasons(asked) == ()
+    outside = spec._replace(heads=257, head_dim=577)
+    reasons = backend.forward_capabilities.reasons(outside)
+    assert {reason.field for reason in reasons} == {"heads", "head_dim"}
+    turing = backend.forward_capabilities.reasons(spec._replace(capability=75))
+    assert [reason.field for reason in turing] == ["capability"]
