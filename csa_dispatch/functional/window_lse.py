@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from csa_dispatch.api import attention
 from csa_dispatch.autograd import Needs, needs_of
 from csa_dispatch.auxiliary import traced_choice, traced_runner
 from csa_dispatch.call import Call
@@ -80,6 +82,30 @@ def attention_with_window_lse(
     """
     if sparse_kv is None:
         fail("sparse_kv", "None", "given", "Without it, attention()'s lse is the window's.")
+    if sliding_window_size == 0:
+        # The window's part would see no key in any row, and no backward gives such rows' sink
+        # a gradient.
+        output, lse = attention(
+            query,
+            local_kv,
+            sparse_kv,
+            kv_indices,
+            attention_sink,
+            sliding_window_size=0,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_k=cu_seqlens_k,
+            scale=scale,
+            doc_ids=doc_ids,
+            compress_ratio=compress_ratio,
+            layout=layout,
+            return_lse=True,
+            backend=backend,
+            backward_backend=backward_backend,
+        )
+        window_lse = torch.full_like(lse, -math.inf)
+        if attention_sink is not None:
+            window_lse = attention_sink.detach().to(lse.dtype)[:, None].expand_as(lse).clone()
+        return AttentionWithWindowLse(output, lse, window_lse)
     arguments = Arguments(
         query,
         local_kv,

@@ -11,7 +11,9 @@ float64 from underflowing where fp32 does. ``lse`` is taken as given: its own ro
 function's. With ``x`` the largest of ``|z|``, ``|lse|`` and ``|score|``, budgets are::
 
     |loss   - r| <= u (1 + sum_k target_k |log target_k - log predict_k|)
-    |dscore - r| <= u (target + predict)             u = u32 (1 + x) (4 + sqrt(D + K))
+    |dscore - r| <= u (target + predict) + u_score |r|
+
+with ``u = u32 (1 + x) (4 + sqrt(D + K))`` and one rounding of the gradient to the scores' dtype.
 """
 
 from __future__ import annotations
@@ -108,5 +110,6 @@ def indexer_loss_oracle(call: LossCall) -> LossOracle:
             largest = max(float(item) for item in sizes if item < math.inf)
             unit = fine * (1 + largest) * (4 + math.sqrt(size + slots))
             budget[b, t] = unit * (1 + terms.abs().sum())
-            gradient_budget[b, t, columns] = unit * (target + predict)
+            rounding = torch.finfo(call.index_scores.dtype).eps / 2 * gradient[b, t, columns].abs()
+            gradient_budget[b, t, columns] = unit * (target + predict) + rounding
     return LossOracle(loss, budget, counts, gradient, gradient_budget)
