@@ -135,3 +135,25 @@ def test_bad_arguments_are_named(make_layer, hidden, kind):
         config_of(**KINDS[kind], qk_rope_head_dim=26)
     with pytest.raises(ValueError, match="compress_ratio is -1"):
         config_of(compress_ratio=-1)
+
+
+def test_it_compiles_into_one_graph(make_layer, hidden, kind):
+    layer, x = make_layer(kind), hidden(2, 21)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = []
+    for run in (compiled, layer):
+        leaf = x.clone().requires_grad_()
+        output = run(leaf)
+        output.square().sum().backward()
+        results.append((output, leaf.grad))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_under_autocast_it_runs_in_bf16(make_layer, hidden, kind):
+    layer, x = make_layer(kind, index_topk=9), hidden(2, 37)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, record = layer(x, return_record=True)
+    assert found.dtype == record.call.query.dtype == torch.bfloat16
+    exact = layer(x)
+    assert (found - exact).norm() < 0.02 * exact.norm()

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from ...functional.past import attention_with_past
+from ...functional import attention_with_past
 from .probing import v4_modeling
 
 

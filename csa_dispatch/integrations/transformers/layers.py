@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...functional.past import attention_with_past
+from ...functional import attention_with_past
 from .entries import Rotation, picked_entries, pooled_entries
 
 
