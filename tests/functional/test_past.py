@@ -1,4 +1,4 @@
-"""``attention_with_past``: the last rows of ``attention()`` over a whole sequence, and no others."""
+"""``attention_with_past``: the last rows of ``attention()`` over the whole, and no others."""
 
 from __future__ import annotations
 
