@@ -137,14 +137,15 @@ def test_policies_have_rules_of_the_operation() -> None:
     ("rule", "message"),
     [
         ({"operation": "indexer"}, "operation is 'indexer'; known: attention"),
-        ({"operation": "lightning_indexer", "when": {"kv_heads": 1}}, "no.* IndexerSpec"),
+        (
+            {"operation": "lightning_indexer", "when": {"kv_heads": 1}},
+            "kv_heads is not a field of IndexerSpec",
+        ),
         ({"when": {"topk": 1}}, "when.topk is not a field of CallSpec"),
     ],
 )
 def test_a_rule_about_what_is_not_there_is_refused(rule: dict[str, Any], message: str) -> None:
-    with pytest.raises(
-        ValueError, match=message.replace("no.*", "when.kv_heads is not a field of")
-    ):
+    with pytest.raises(ValueError, match=message):
         parse_policy({"rule": [{**rule, "prefer": ["eager"]}]}, "here")
 
 
