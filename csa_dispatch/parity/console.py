@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from .results import TENSORS, CellReport, ParityRun, Status, Summary, Worst
+from .results import CellReport, ParityRun, Status, Summary, Worst
 from .runner import Listener
 
 _SHOWN_FAILURES = 20
@@ -80,18 +80,19 @@ class _Table:
         table.add_column("backend", style="bold", no_wrap=True)
         for label in ("pass", "fail", "unsup." if not wide else "unsupported", "n/a"):
             table.add_column(label, justify="right", no_wrap=True)
-        for name in TENSORS if wide else ("worst",):
+        names = run.tensors if wide else []
+        for name in names or ("worst",):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("slowest", justify="right", no_wrap=True)
         for summary in run.summaries():
-            table.add_row(*_row(summary, wide=wide))
+            table.add_row(*_row(summary, names))
         yield table
 
 
-def _row(summary: Summary, *, wide: bool) -> list[RenderableType]:
+def _row(summary: Summary, names: Sequence[str]) -> list[RenderableType]:
     counts: list[RenderableType] = [_number(status, summary) for status in Status]
-    if wide:
-        shares = [_share(summary.worst.get(name)) for name in TENSORS]
+    if names:
+        shares = [_share(summary.worst.get(name)) for name in names]
     else:
         name = max(summary.worst, key=lambda name: summary.worst[name].share, default="")
         shares = [_share(summary.worst.get(name)).append(f" {name}")]

@@ -14,6 +14,7 @@ from csa_dispatch.testing.boundary import check_boundary
 from csa_dispatch.testing.cases import Inputs
 from csa_dispatch.testing.check import Outcome, Reference, attention_run, check_case, innermost
 from csa_dispatch.testing.field_case import FieldCase, check_field_case
+from csa_dispatch.testing.indexer import IndexerCase, build_indexer, indexer_run, judge_picks
 
 from .results import Cell, CellReport, Status
 
@@ -94,6 +95,32 @@ def run_field_case(cell: Cell, case: FieldCase, device: str) -> CellReport:
     if result.status == "unsupported":
         return CellReport(cell, refused(run.reasons), reasons=run.reasons)
     return _report(cell, run, result)
+
+
+def run_indexer_case(cell: Cell, case: IndexerCase, device: str) -> CellReport:
+    """Run an indexer case that routing says the cell's backend supports, and judge it."""
+    call = build_indexer(case, device)
+    started = time.perf_counter()
+    try:
+        with record_receipts() as receipts:
+            picks = indexer_run(cell.entry.forward)(call).cpu()  # waits for the device
+    except Exception as error:
+        message = f"raised {type(error).__name__}: {error}; at {innermost(error)}"
+        return CellReport(cell, Status.FAIL, message=message)
+    seconds = time.perf_counter() - started
+    ran = tuple(f"{receipt.direction} {receipt.backend}" for receipt in receipts)
+    verdict = judge_picks(build_indexer(case), picks)
+    faults = [verdict.message] if verdict.message else []
+    if ran != (f"forward {cell.entry.forward}",):
+        faults.append(f"receipts say that {', '.join(ran) or 'nothing'} ran")
+    return CellReport(
+        cell,
+        Status.FAIL if faults else Status.PASS,
+        (verdict,),
+        message="; ".join(faults),
+        receipts=ran,
+        seconds=seconds,
+    )
 
 
 def _report(cell: Cell, run: RecordedRun, result: CellResult) -> CellReport:

@@ -9,11 +9,13 @@ from itertools import permutations
 import torch
 
 from csa_dispatch.capabilities import Capabilities
+from csa_dispatch.indexer_call import IndexerSpec
 from csa_dispatch.policy import Entry
 from csa_dispatch.registry import Row, backends
 from csa_dispatch.testing import Boundary, Case, boundaries_for, cases_for
 from csa_dispatch.testing.field_case import FieldCase
 from csa_dispatch.testing.field_cases import field_cases
+from csa_dispatch.testing.indexer import IndexerCase, indexer_cases
 from csa_dispatch.toml_table import MatrixError
 
 from .limits import Ledger
@@ -42,6 +44,14 @@ class FieldWork:
 
 
 @dataclass(frozen=True)
+class IndexerWork:
+    """One call of ``lightning_indexer`` on every backend that implements it."""
+
+    case: IndexerCase
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
 class BoundaryWork:
     """One call just outside a backend's claim, which it must refuse."""
 
@@ -49,7 +59,7 @@ class BoundaryWork:
     cells: tuple[Cell, ...]
 
 
-Work = CaseWork | FieldWork | BoundaryWork
+Work = CaseWork | FieldWork | IndexerWork | BoundaryWork
 
 
 @dataclass(frozen=True)
@@ -116,6 +126,9 @@ def _group_works(matrix: Matrix, position: int, selection: Selection) -> Iterato
         for name in names:
             yield from _boundary_works(group, backends()[name], selection)
         return
+    if group.source == "indexer":
+        yield from _indexer_works(group, names)
+        return
     pairs = permutations(names, 2) if group.crossed else ((name, name) for name in names)
     entries = [Entry(*pair) for pair in pairs]
     if group.source == "field":
@@ -162,6 +175,18 @@ def _cases(group: Group, names: Sequence[str], selection: Selection) -> list[Cas
             seed=group.seed,
         )
     ]
+
+
+def _indexer_works(group: Group, names: Sequence[str]) -> Iterator[IndexerWork]:
+    plugins = {name: backends()[name].backend for name in names}
+    entries = [
+        Entry(name, name)
+        for name, plugin in plugins.items()
+        if plugin is None or plugin.implementation(IndexerSpec.operation) is not None
+    ]
+    for case in indexer_cases(group.dtypes):
+        cells = (Cell("indexer", group.name, case.name, "BHSD", entry) for entry in entries)
+        yield IndexerWork(case, tuple(cells))
 
 
 def _layout(layouts: tuple[str, ...], number: int, case: Case) -> str:

@@ -21,8 +21,8 @@ A matrix file::
 
 Sources: ``axes`` covers every pair (``strength`` 1: every value) of axis values; ``claims`` does
 so for what each backend's Capabilities claim; ``list`` takes each table of ``cases`` over
-``base``; ``field`` takes the field cases in each of ``dtypes``; ``boundaries`` steps just outside
-each claim.
+``base``; ``field`` takes the field cases in each of ``dtypes``, ``indexer`` those of
+``lightning_indexer``, on the backends that have one; ``boundaries`` steps just outside each claim.
 ``crossed = true`` pairs each backend's forward with every other one's backward instead of its
 own.
 ``reference = "chunked"`` compares with the vectorised float64 reference, for calls too large for
@@ -44,7 +44,7 @@ from csa_dispatch.testing import Case
 from csa_dispatch.testing.field_cases import DTYPES
 from csa_dispatch.toml_table import MatrixError, TomlTable
 
-SOURCES = ("axes", "claims", "list", "field", "boundaries")
+SOURCES = ("axes", "claims", "list", "field", "indexer", "boundaries")
 DEVICES = ("cpu", "cuda")
 REFERENCES = ("oracle", "chunked")
 
@@ -178,8 +178,8 @@ def _group(table: TomlTable) -> Group:
         table.never("base", "cases", why='only a group with source = "list" has it')
     if source not in ("axes", "claims"):
         table.never("axes", "strength", why='only source = "axes" or "claims" has it')
-    if source != "field":
-        table.never("dtypes", why='only a group with source = "field" has it')
+    if source not in ("field", "indexer"):
+        table.never("dtypes", why='only source = "field" or "indexer" has it')
     axes = table.table("axes")
     layouts = table.texts("layouts") or ("BHSD",)
     for layout in layouts:

@@ -13,7 +13,7 @@ from csa_dispatch.policy import Entry
 
 from .console import seconds_text, share_text
 from .files import write_atomically
-from .results import TENSORS, CellReport, ParityRun, Status
+from .results import CellReport, ParityRun, Status
 
 BINS = (0.1, 0.25, 0.5, 0.75, 1.0)
 """Upper ends of the heat map's colours, as shares of the budget."""
@@ -96,7 +96,7 @@ def html_text(run: ParityRun) -> str:
     return environment.from_string(source.read_text(encoding="utf-8")).render(
         run=run,
         statuses=list(Status),
-        tensors=TENSORS,
+        tensors=run.tensors,
         summaries=run.summaries(),
         groups=group_views(run),
         failures=[(f"f{number}", report) for number, report in enumerate(run.failures)],

@@ -12,7 +12,7 @@ from csa_dispatch.reasons import Reason
 from csa_dispatch.testing import TensorVerdict
 
 TENSORS = ("output", "lse", "dquery", "dlocal_kv", "dsparse_kv", "dsink")
-"""Names of the compared tensors, in the order of display."""
+"""Names of attention's compared tensors, in the order of display."""
 
 
 class Status(str, Enum):
@@ -29,7 +29,7 @@ class Cell:
     """One thing to check on one backend, or on one pair of forward and backward.
 
     Attributes:
-        kind: ``"case"``, ``"field"`` or ``"boundary"``.
+        kind: ``"case"``, ``"field"``, ``"indexer"`` or ``"boundary"``.
         group: the matrix group it comes from.
         name: the case's name, the field case's id, or ``field=value`` of a boundary.
         layout: of the call.
@@ -161,6 +161,12 @@ class ParityRun:
     def exit_code(self) -> int:
         """0 when nothing failed, else 1."""
         return 1 if self.failures or self.faults else 0
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of the compared tensors: attention's, then those of other operations."""
+        found = (verdict.name for report in self.reports for verdict in report.verdicts)
+        return list(dict.fromkeys((*TENSORS, *found)))
 
     @property
     def entries(self) -> list[Entry]:
