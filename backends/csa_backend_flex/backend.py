@@ -42,16 +42,27 @@ def scores_fit(spec: CallSpec) -> Reason | None:
 
 
 def triton_on_cuda(spec: CallSpec) -> Reason | None:
-    """On CUDA it needs triton, capability 8.0 or newer and float32, bfloat16 or float16."""
+    """On CUDA it needs triton and capability 8.0 or newer."""
     if spec.device_type != "cuda":
         return None
     if util.find_spec("triton") is None:
         return Reason("triton_on_cuda", "triton not installed", "triton", "pip install triton")
     if spec.capability is not None and spec.capability < 80:
         return Reason("capability", str(spec.capability), "80 or newer", "Use eager.")
+    return None
+
+
+def compiled_sizes(spec: CallSpec) -> Reason | None:
+    """On CUDA: head dims that are powers of 2, in float32 up to 256; not float64."""
+    if spec.device_type != "cuda":
+        return None
     if spec.dtype == "float64":
         needed = "float32, bfloat16 or float16 on CUDA"
         return Reason("dtype", spec.dtype, needed, "Use eager.")
+    most = 256 if spec.dtype == "float32" else 512
+    if spec.head_dim > most or spec.head_dim & (spec.head_dim - 1):
+        needed = f"a power of 2 up to {most} on CUDA"
+        return Reason("head_dim", str(spec.head_dim), needed, "Use triton or eager.")
     return None
 
 
@@ -71,7 +82,7 @@ FORWARD = Capabilities(
     head_dim=Between(16, 512),
     # Under dispatch modes it is not compiled, and then writes down all scores or fails.
     tracing=FALSE,
-    predicates=(scores_fit, triton_on_cuda, addresses_fit),
+    predicates=(scores_fit, triton_on_cuda, compiled_sizes, addresses_fit),
     remedies=(
         ("kind", "Use triton or eager: no static mask says what indices select."),
         ("device_type", "Use eager."),
@@ -97,6 +108,7 @@ class FlexBackend(Backend):
     summary = "torch FlexAttention (no backward on a CPU)"
     forward_capabilities = FORWARD
     backward_capabilities = BACKWARD
+    evidence = "CPU; SM90 at head dim 512 in bfloat16: verified; else contract-tested"
 
     def probe(self) -> Availability:
         version = f"torch {torch.__version__}"
@@ -134,4 +146,6 @@ class FlexBackend(Backend):
             found.append("makes a BlockMask each call, which other calls keep")
         if spec.differentiable:
             found.append("runs FlexAttention's forward again in the backward")
+            if spec.kind is Kind.DENSE and spec.device_type == "cuda":
+                found.append("walks all tokens once for each few pool rows in the backward: slow")
         return tuple(found)

@@ -139,7 +139,7 @@ def flex() -> bool:
             {"content": "nan"},
             {"documents": "doc_ids", "batch": 2, "memory": "strided"},
             {"kind": Kind.WINDOW, "tokens": 100, "deterministic": True},
-            {"dtype": "float32", "head_dim": 80, "kv_heads": 2, "sink": "none"},
+            {"dtype": "float32", "head_dim": 64, "kv_heads": 2, "sink": "none"},
             {"dtype": "float16", "head_dim": 16, "heads": 1},
         ],
     )
