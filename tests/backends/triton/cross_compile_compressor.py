@@ -2,7 +2,7 @@
 
 As ``cross_compile.py``, for ``compress_kv``:
 
-    python cross_compile_compressor.py CAPABILITY [NAME ...]
+    python cross_compile_compressor.py CAPABILITY[,CAPABILITY...] [NAME ...]
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def compile_call(name: str, capability: int) -> Iterator[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> None:
-    capability = int(arguments[0])
-    driver.set_active(CompileOnlyDriver(capability))
-    for name in arguments[1:] or CALLS:
-        for compiled in compile_call(name, capability):
-            print(json.dumps(compiled), flush=True)
+    for capability in map(int, arguments[0].split(",")):
+        driver.set_active(CompileOnlyDriver(capability))
+        for name in arguments[1:] or CALLS:
+            for compiled in compile_call(name, capability):
+                print(json.dumps({"capability": capability, **compiled}), flush=True)
 
 
 if __name__ == "__main__":
