@@ -25,6 +25,7 @@ def backend_data(row: Row) -> dict[str, object]:
         "summary": "" if backend is None else backend.summary,
         "evidence": "" if backend is None else backend.evidence,
         "backward": backend is not None and backend.backward_capabilities is not None,
+        "operations": [] if backend is None else ["attention", *backend.operations],
         "origin": row.origin,
     }
 

@@ -19,6 +19,7 @@ from csa_dispatch import (
     IndexerSpec,
     OneOf,
     Operation,
+    backends,
     explain,
     record_receipts,
     report,
@@ -26,6 +27,7 @@ from csa_dispatch import (
     use_backend,
     use_policy,
 )
+from csa_dispatch.cli.backends import backend_data
 from csa_dispatch.functional import lightning_indexer
 from csa_dispatch.policy import parse_policy
 
@@ -162,6 +164,13 @@ def test_explain_takes_calls_and_specs() -> None:
         explain(torch.relu, *TENSORS)
     with pytest.raises(TypeError, match=r"explain\(IndexerSpec\) takes no further"):
         explain(IndexerSpec(), *TENSORS)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_the_command_lists_operations() -> None:
+    rows = backends()
+    assert backend_data(rows["able"])["operations"] == ["attention", "lightning_indexer"]
+    assert backend_data(rows["unable"])["operations"] == ["attention"]
 
 
 def test_the_census_counts_it_apart() -> None:
