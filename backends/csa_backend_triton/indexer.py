@@ -49,7 +49,7 @@ CAPABILITIES = IndexerCapabilities(
         ("cuda", "cpu") if is_interpreted() else ("cuda",),
         others=("meta",) if is_interpreted() else ("cpu", "meta"),
     ),
-    head_dim=Between(1, 256),
+    head_dim=Between(1, 128),
     predicates=(_compute_capability,),
     remedies=(("device_type", "set TRITON_INTERPRET=1 before start"),),
 )
@@ -64,10 +64,10 @@ class TritonIndexer(Operation):
         return pick_entries(call)
 
 
-def score_tile(capability: int, tokens: int, columns: int, float32: bool) -> ScoreTile:
+def score_tile(capability: int, tokens: int, float32: bool) -> ScoreTile:
     """What fits an architecture's shared memory and registers, for so many tokens."""
     rows = min(128, max(16, 1 << (tokens - 1).bit_length()))
-    if float32 or columns > 128:
+    if float32:
         return ScoreTile(min(rows, 32), 64, 4, 1)
     if capability in (90, 100, 103):
         return ScoreTile(rows, 128, 8 if rows == 128 else 4, 3)
@@ -86,7 +86,7 @@ def pick_entries(call: IndexerCall, tile: ScoreTile | None = None) -> Tensor:
     columns = max(64, 1 << (head_dim - 1).bit_length())
     if tile is None:
         float32 = query.dtype == torch.float32
-        tile = score_tile(capability_of(query), tokens, columns, float32)
+        tile = score_tile(capability_of(query), tokens, float32)
     width = -(-max(pool, 1) // tile.entries) * tile.entries
     step = max(1, WORKSPACE_BYTES // (4 * batch * width))
     step = min(tokens, max(step // tile.rows, 1) * tile.rows)

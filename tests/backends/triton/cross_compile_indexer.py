@@ -26,8 +26,6 @@ CALLS = {
     "packed": BASE._replace(documents="cu_seqlens", dtype="float16", weights_dtype="float16"),
     "fp32": BASE._replace(dtype="float32"),
     "decode": BASE._replace(tokens=1, batch=4, with_past=True),
-    "wide": BASE._replace(head_dim=256),
-    "wide-fp32": BASE._replace(head_dim=256, dtype="float32"),
     "odd": BASE._replace(head_dim=80, heads=3),
     "long": BASE._replace(pool=65536, tokens=262144),
 }

@@ -83,7 +83,7 @@ def check_means(capability: int, kernels: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(
     ("capability", "names"),
-    [(80, ["model"]), (86, ["wide-fp32"]), (90, ["model"]), (100, ["model"]), (120, ["wide"])],
+    [(80, ["model"]), (86, ["fp32"]), (90, ["model"]), (100, ["model"]), (120, ["decode"])],
 )
 def test_the_main_kernels_compile_within_their_means(capability: int, names: list[str]) -> None:
     check_means(capability, compiled(capability, *names))
