@@ -13,13 +13,14 @@ from torch import Tensor
 from .autograd import needs_of
 from .auxiliary import describer
 from .call_spec import CallSpec, check_spec, spec_of
-from .forcing import forced_for
+from .forcing import forced_for, traced_arguments
 from .operations import SPECS
 from .policy import current_policy
 from .prepared import Arguments, autocast_arguments, checked_call, is_plain
 from .routing import Decision, decide
 from .settings import settings
 from .spec import Spec
+from .tracing import constant_when_traced
 from .transforms import any_autocast
 
 
@@ -117,7 +118,8 @@ def explain(
     Takes ``attention()``'s arguments (real, meta or fake tensors) or a CallSpec. For another
     operation: its function and then that function's arguments, or its spec, as
     ``explain(lightning_indexer, index_query, ...)``. Never runs anything and never raises for a
-    refusal: ``forward`` is None then. Print the result.
+    refusal: ``forward`` is None then. Print the result. While torch.compile traces, the answer
+    for the call being traced becomes a constant of the graph.
 
     Args:
         query: the query, a spec built by hand, or a function of ``csa_dispatch.functional``.
@@ -131,6 +133,26 @@ def explain(
         TypeError, ValueError: as ``attention()``; a CallSpec that contradicts itself; or a
             device that does not parse.
     """
+    backend, backward_backend = traced_arguments(backend, backward_backend)
+    return _decided(
+        query,
+        *tensors,
+        device=device,
+        backend=backend,
+        backward_backend=backward_backend,
+        **arguments,
+    )
+
+
+@constant_when_traced
+def _decided(
+    query: Tensor | Spec | Callable[..., Any],
+    *tensors: Any,
+    device: str | None,
+    backend: str | None,
+    backward_backend: str | None,
+    **arguments: object,
+) -> Decision:
     spec: Any = _spec_of(query, tensors, arguments)
     hypothetical = device is not None
     if device is not None:
