@@ -260,3 +260,22 @@ def test_every_available_cpu_backend_is_covered_here() -> None:
     }
     interpreted_elsewhere = {"triton"}
     assert claimed - interpreted_elsewhere <= set(BACKENDS)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_explain_in_traced_code_is_a_constant_of_the_graph(dynamic: bool | None) -> None:
+    def step(*made: Tensor) -> tuple[Tensor, str | None, str | None]:
+        decision = explain(*made, sliding_window_size=4)
+        with use_backend("attention_gym"):
+            forced = explain(*made, sliding_window_size=4)
+        output = attention(*made, sliding_window_size=4)
+        if decision.forward == "eager":
+            output = output * 2
+        return output, decision.forward, forced.forward
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for tokens in (8, 12):
+        made = inputs(tokens=tokens, grad=True)
+        output, chosen, forced = compiled(*made)
+        assert (chosen, forced) == ("eager", "attention_gym")
+        torch.testing.assert_close(output, step(*made)[0])
