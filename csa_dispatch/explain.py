@@ -98,11 +98,21 @@ def describe(
     name: str, query: Tensor, tensors: tuple[Tensor | None, ...], arguments: dict[str, object]
 ) -> CallSpec:
     """``describe_call`` on behalf of the function ``name``, which errors are to name."""
+    _check_arguments(name, describe_call, (query, *tensors), arguments)
+    return describe_call(query, *tensors, **arguments)  # pyright: ignore
+
+
+def _check_arguments(
+    name: str,
+    function: Callable[..., Any],
+    positional: tuple[Any, ...],
+    arguments: dict[str, object],
+) -> None:
+    """Raise in ``name``'s name unless ``function`` takes these arguments."""
     try:
-        inspect.signature(describe_call).bind(query, *tensors, **arguments)
+        inspect.signature(function).bind(*positional, **arguments)
     except TypeError as error:
         raise TypeError(f"{name}(): {error}.") from None
-    return describe_call(query, *tensors, **arguments)  # pyright: ignore
 
 
 def explain(
@@ -173,7 +183,9 @@ def _spec_of(query: Any, tensors: tuple[Any, ...], arguments: dict[str, object])
             check_spec(query)
         return query
     if callable(query) and not isinstance(query, Tensor):
-        return describer(query)(*tensors, **arguments)
+        described = describer(query)
+        _check_arguments("explain", query, tensors, arguments)
+        return described(*tensors, **arguments)
     arguments.pop("return_lse", None)
     arguments.pop("check_values", None)
     return describe("explain", query, tensors, arguments)

@@ -160,6 +160,8 @@ def test_explain_takes_calls_and_specs() -> None:
     assert decision.to_dict()["operation"] == "lightning_indexer"
     assert explain(IndexerSpec(), device="sm_90").forward == "triton"
     assert explain(IndexerSpec(dtype="float64"), device="sm_90").forward == "eager"
+    with pytest.raises(TypeError, match=r"explain\(\): missing a required .*'compress_ratio'"):
+        explain(lightning_indexer, *TENSORS, 1)
     with pytest.raises(TypeError, match="one of the functions"):
         explain(torch.relu, *TENSORS)
     with pytest.raises(TypeError, match=r"explain\(IndexerSpec\) takes no further"):
