@@ -72,8 +72,8 @@ class Backend:
             between them is the output and the sink-inclusive natural-log lse alone.
         evidence: what has been shown to work: "verified", "lowered" or "contract-tested".
         backward_uses_lse: whether ``backward`` takes the probabilities as ``exp(z - lse)`` of the
-            lse it is given, so that it can differentiate some of a softmax's keys; False when
-            it works them out anew from the call.
+            lse it is given, so that it can differentiate some of a softmax's keys, as
+            ``attention_with_window_lse`` wants; False when it works them out anew.
         operations: operations beside attention that it implements, by name, e.g.
             ``{"lightning_indexer": MyIndexer()}``.
     """
@@ -83,7 +83,7 @@ class Backend:
     forward_capabilities: Capabilities
     backward_capabilities: Capabilities | None = None
     evidence: str = "verified"
-    backward_uses_lse: bool = True
+    backward_uses_lse: bool = False
     operations: Mapping[str, Operation] = MappingProxyType({})
 
     def implementation(self, operation: str) -> Backend | Operation | None:

@@ -101,7 +101,6 @@ class AttentionGymBackend(Backend):
     name = "attention_gym"
     summary = "Attention Gym: its reference on a CPU, its fused kernels on CUDA"
     evidence = "CPU; SM90 without slots: verified; else contract-tested"
-    backward_uses_lse = False  # it runs the forward again
     operations = MappingProxyType({"lightning_indexer": AttentionGymIndexer()})
 
     def __init__(

@@ -81,6 +81,7 @@ class CudnnBackend(Backend):
     summary = "cuDNN's DeepSeek sparse attention kernels"
     forward_capabilities = FORWARD
     backward_capabilities = BACKWARD
+    backward_uses_lse = True
     evidence = "SM90: verified; SM100: contract-tested"
 
     def probe(self) -> Availability:

@@ -35,6 +35,7 @@ class EagerBackend(Backend):
     summary = "PyTorch on any device, in bounded memory"
     forward_capabilities = CAPABILITIES
     backward_capabilities = CAPABILITIES
+    backward_uses_lse = True
     operations = MappingProxyType(
         {"compress_kv": EagerCompressor(), "lightning_indexer": EagerIndexer()}
     )

@@ -63,6 +63,7 @@ class FA4Backend(Backend):
         if scratch_bytes is not None and scratch_bytes <= 0:
             raise ValueError(f"scratch_bytes is {scratch_bytes}; it must be positive or None.")
         self.recompute_p = recompute_p
+        self.backward_uses_lse = recompute_p
         self.scratch_bytes = scratch_bytes
 
     def probe(self) -> Availability:

@@ -61,6 +61,7 @@ class TritonBackend(Backend):
     summary = "our Triton kernels, SM80 to SM120, specialised for Hopper"
     forward_capabilities = _capabilities()
     backward_capabilities = _capabilities()
+    backward_uses_lse = True
     operations = MappingProxyType(
         {"compress_kv": TritonCompressor(), "lightning_indexer": TritonIndexer()}
     )
