@@ -18,7 +18,7 @@ from .output import console, errors, print_json, usage_errors
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 150,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 100,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("out/demo"),
     seed: Annotated[int, typer.Option(help="Of weights and text drawn.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Spans of 256 bytes a step.")] = 8,

@@ -58,7 +58,7 @@ def capture(model: ByteModel, spans: Tensor) -> list[CapturedLayer]:
         seen.append((call, output, lse))
 
     spans = spans.to(next(model.parameters()).device)
-    logits, _ = model(spans[:, :-1], see)
+    logits, _ = model(spans[:, :-1], see, index_loss=False)
     (bits_per_byte(logits, spans[:, 1:]).mean() * math.log(2)).backward()
     layers: list[CapturedLayer] = []
     for number, (call, output, lse) in enumerate(seen, start=1):

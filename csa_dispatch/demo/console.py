@@ -20,6 +20,7 @@ from csa_dispatch.parity.console import seconds_text, share_text
 from .corpus import Corpus
 from .mass import AttentionMass
 from .model import LABELS, parameter_count
+from .picks import Picks
 from .replay import Cell, Explained
 from .results import DemoResults, about, milliseconds_text
 from .train import HeldOutLoss, History, Progress, StepLoss, TrainConfig
@@ -103,6 +104,7 @@ def render(results: DemoResults) -> RenderableType:
         Text(),
         _mass_table(results.masses),
         Text(),
+        *([_picks_table(results.history.picks), Text()] if results.history.picks else []),
         _verdict(results),
     ]
     return Group(*parts)
@@ -196,6 +198,16 @@ def _mass_table(masses: Sequence[AttentionMass]) -> RenderableType:
     worst = max((mass.defect for mass in masses), default=0.0)
     text = f"the three shares sum to 1 within {worst:.0e}, worked out from logits and lse"
     return Group(table, _note(text))
+
+
+def _picks_table(picks: Sequence[Picks]) -> RenderableType:
+    table = Table(title="Indexers: recall of the entries that attention weighs most", **_LOOK)
+    for name in ("step", "indexers", "as they began", "random"):
+        table.add_column(name, justify="right")
+    for item in (picks[0], picks[len(picks) // 2], picks[-1]):
+        shares = (f"{share:.0%}" for share in (item.recall, item.unlearned, item.chance))
+        table.add_row(str(item.step), *shares)
+    return table
 
 
 def _verdict(results: DemoResults) -> RenderableType:

@@ -1,4 +1,4 @@
-"""The picture: loss curves, and where each layer's attention goes."""
+"""The picture: loss curves, where attention goes, and what the indexers pick over training."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .mass import AttentionMass
+from .picks import Picks
 from .train import History
 
 if TYPE_CHECKING:
@@ -18,17 +19,21 @@ PARTS = (("window", "#2f6f9f"), ("selected", "#e0a030"), ("sink", "#b9bfc4"))
 
 
 def picture(history: History, masses: Sequence[AttentionMass]) -> bytes:
-    """Loss curves and attention mass side by side, as a PNG."""
+    """Loss curves and attention mass, and below them recall and picks over training: a PNG."""
     # Not pyplot: no global state, and the Agg canvas whatever the machine's default is.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.6), dpi=160, layout="constrained")
+    rows = 2 if history.picks else 1
+    figure = Figure(figsize=(11, 4.4 * rows), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
-    _losses(left, history)
-    _masses(right, masses)
-    for axes in (left, right):
+    panels = figure.subplots(rows, 2, width_ratios=(1.25, 1), squeeze=False)
+    _losses(panels[0, 0], history)
+    _masses(panels[0, 1], masses)
+    if history.picks:
+        _recall(panels[1, 0], history.picks)
+        _picked(panels[1, 1], history.picks)
+    for axes in panels.flat:
         axes.spines[["top", "right"]].set_visible(False)
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)  # pyright: ignore
     buffer = io.BytesIO()
@@ -110,3 +115,41 @@ def _masses(axes: Axes, masses: Sequence[AttentionMass]) -> None:
     axes.set_xlabel("share of the softmax")
     axes.set_title("Attention mass", loc="left", fontsize=11)
     axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.04), ncols=3)
+
+
+def _recall(axes: Axes, picks: Sequence[Picks]) -> None:
+    steps = [item.step for item in picks]
+    lines = (
+        ("indexers", [item.recall for item in picks], HELD_OUT, "-"),
+        ("as they began", [item.unlearned for item in picks], TRAIN, "-"),
+        ("random", [item.chance for item in picks], GREY, (0, (4, 3))),
+    )
+    for name, shares, colour, dashes in lines:
+        axes.plot(steps, shares, color=colour, lw=1.8, ls=dashes, label=name)
+    axes.set_ylim(0, 1)
+    axes.set_xlim(0, max(1, *steps) * 1.01)
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("of attention's own best entries")
+    axes.set_title("Recall of the indexers' picks", loc="left", fontsize=11)
+    axes.legend(frameon=False, loc="lower right")
+
+
+def _picked(axes: Axes, picks: Sequence[Picks]) -> None:
+    """One row a measurement: the entries that a token picks, and those it would weigh most."""
+    for row, item in enumerate(picks):
+        hits = [entry for entry in item.shown if entry in item.wanted]
+        misses = [entry for entry in item.shown if entry not in item.wanted]
+        axes.scatter(item.wanted, [row] * len(item.wanted), s=34, marker="s", color="#d5dce1")
+        axes.scatter(misses, [row] * len(misses), s=14, marker="s", color=PARTS[1][1])
+        axes.scatter(hits, [row] * len(hits), s=14, marker="s", color=HELD_OUT)
+    names = (("#d5dce1", "best"), (HELD_OUT, "picked, best"), (PARTS[1][1], "picked, not best"))
+    for colour, name in names:
+        axes.scatter([], [], s=24, marker="s", color=colour, label=name)
+    axes.set_yticks(range(len(picks)), [str(item.step) for item in picks])
+    axes.invert_yaxis()
+    axes.set_xlim(-1, picks[0].entries)
+    axes.set_xlabel("entry, oldest first")
+    axes.set_ylabel("step")
+    axes.set_title("Picks of one token, first CSA layer", loc="left", fontsize=11)
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=3)

@@ -10,7 +10,7 @@ from torch import Tensor
 from csa_dispatch import Call, Kind
 
 from .capture import CapturedLayer
-from .layers import complete, entry_attention
+from .picks import complete, entry_attention
 
 ROWS = 64
 """Query rows sampled of every span."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from csa_dispatch import Call, Kind
-
-from .layers import AttentionLayer, LayerSizes, Observer
+from csa_dispatch.nn import CompressedSparseAttention, CSAConfig, LayerRecord
 
 LAYERS = (Kind.WINDOW, Kind.WINDOW, Kind.GATHER, Kind.DENSE, Kind.GATHER, Kind.DENSE)
 LABELS = {Kind.WINDOW: "window", Kind.GATHER: "CSA", Kind.DENSE: "HCA"}
@@ -36,35 +34,41 @@ class ModelConfig:
     head_dim: int = 32
     rope_dim: int = 16
     query_rank: int = 64
+    output_groups: int = 2
+    output_rank: int = 64
     feed_forward: int = 384
     window: int = 32
     csa_ratio: int = 4
     hca_ratio: int = 16
     top_k: int = 16
-    index_heads: int = 4
+    index_heads: int = 8
     index_dim: int = 16
 
     def ratio(self, kind: Kind) -> int:
         """Tokens an entry of a layer of this kind; 0 for window layers."""
         return {Kind.WINDOW: 0, Kind.GATHER: self.csa_ratio, Kind.DENSE: self.hca_ratio}[kind]
 
-    def sizes(self, kind: Kind) -> LayerSizes:
-        return LayerSizes(
-            d_model=self.d_model,
-            heads=self.heads,
+    def layer(self, kind: Kind) -> CSAConfig:
+        """A layer of this kind."""
+        return CSAConfig(
+            hidden_size=self.d_model,
+            num_attention_heads=self.heads,
             head_dim=self.head_dim,
-            rope_dim=self.rope_dim,
-            query_rank=self.query_rank,
-            window=self.window,
-            ratio=self.ratio(kind),
-            top_k=self.top_k,
-            index_heads=self.index_heads,
-            index_dim=self.index_dim,
+            qk_rope_head_dim=self.rope_dim,
+            q_lora_rank=self.query_rank,
+            o_groups=self.output_groups,
+            o_lora_rank=self.output_rank,
+            sliding_window=self.window,
+            compress_ratio=self.ratio(kind),
+            indexer_ratios=(self.csa_ratio,) if kind is Kind.GATHER else (),
+            index_n_heads=self.index_heads,
+            index_head_dim=self.index_dim,
+            index_topk=self.top_k,
         )
 
 
 LayerObserver = Callable[[int, Call, Tensor, Tensor], None]
-"""Sees every layer's attention: the layer's number, its call, output and lse."""
+"""Sees every layer's attention: the layer's number from 0, its call, output and lse."""
 
 
 class Block(nn.Module):
@@ -73,16 +77,16 @@ class Block(nn.Module):
     def __init__(self, kind: Kind, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.d_model)
-        self.attention = AttentionLayer(kind, config.sizes(kind))
+        self.attention = CompressedSparseAttention(config.layer(kind))
         self.feed_norm = nn.RMSNorm(config.d_model)
         self.up = nn.Linear(config.d_model, 2 * config.feed_forward, bias=False)
         self.down = nn.Linear(config.feed_forward, config.d_model, bias=False)
 
-    def forward(self, x: Tensor, observe: Observer | None) -> tuple[Tensor, Tensor | None]:
-        attended, loss = self.attention(self.attention_norm(x), observe)
+    def forward(self, x: Tensor) -> tuple[Tensor, LayerRecord]:
+        attended, record = self.attention(self.attention_norm(x), return_record=True)
         x = x + attended
         gate, value = self.up(self.feed_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * value), loss
+        return x + self.down(F.silu(gate) * value), record
 
 
 class ByteModel(nn.Module):
@@ -103,20 +107,21 @@ class ByteModel(nn.Module):
             if weight.dim() < 2 or name.endswith("bias"):
                 continue
             deviation = 1.0 if name.startswith("embedding") else weight.shape[1] ** -0.5
-            if name.endswith(("out.weight", "down.weight")) and "query" not in name:
+            if name.endswith(("o_b_proj.weight", "down.weight")):
                 deviation /= math.sqrt(2 * len(self.blocks))
             if name.startswith("head"):
                 deviation *= 0.1
             nn.init.normal_(weight, std=deviation)
 
     def forward(
-        self, text: Tensor, observer: LayerObserver | None = None
+        self, text: Tensor, observer: LayerObserver | None = None, *, index_loss: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Logits of the next byte and the indexers' loss.
 
         Args:
             text: int64 ``[B, T]`` bytes.
             observer: sees each layer's attention call.
+            index_loss: work out the indexers' loss; else it is 0.
 
         Returns:
             logits ``[B, T, 256]``, and a scalar: the mean KL of the CSA layers' indexers.
@@ -124,11 +129,13 @@ class ByteModel(nn.Module):
         x = self.embedding(text)
         losses: list[Tensor] = []
         for number, block in enumerate(self.blocks):
-            x, loss = block(x, None if observer is None else partial(observer, number))
-            if loss is not None:
-                losses.append(loss)
-        index_loss = torch.stack(losses).mean() if losses else x.new_zeros(())
-        return self.head(self.norm(x)), index_loss
+            x, record = block(x)
+            if observer is not None:
+                observer(number, record.call, record.output, record.lse)
+            if record.indexer is not None and index_loss:
+                losses.append(record.indexer_loss(every_entry=True))
+        mean_loss = torch.stack(losses).mean() if losses else x.new_zeros(())
+        return self.head(self.norm(x)), mean_loss
 
 
 def parameter_count(config: ModelConfig) -> int:

@@ -75,6 +75,7 @@ def html_text(results: DemoResults, png: bytes) -> str:
         history=results.history,
         parameters=parameter_count(results.config.model),
         labels=LABELS,
+        csa_layer=next((x.number for x in results.layers if x.call.kv_indices is not None), 0),
         picture=base64.b64encode(png).decode("ascii"),
         tensors=TENSORS,
         dtypes=results.dtypes,

@@ -121,6 +121,7 @@ class DemoResults(NamedTuple):
                 "seconds": self.seconds,
                 "loss": [item._asdict() for item in history.steps],
                 "held_out": [item._asdict() for item in history.held_out],
+                "picks": [item._asdict() for item in history.picks],
                 "baselines": history.baselines._asdict(),
                 "improvement": history.improvement,
                 "uncertainty": history.uncertainty,

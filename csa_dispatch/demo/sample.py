@@ -49,7 +49,7 @@ def read_sample(model: ByteModel, span: Tensor, layers: Sequence[CapturedLayer])
     """
     with torch.no_grad():
         text = span.to(next(model.parameters()).device)
-        logits, _ = model(text[None, :-1])
+        logits, _ = model(text[None, :-1], index_loss=False)
         bits = F.cross_entropy(logits[0], text[1:], reduction="none") / math.log(2)
     layer = next((item for item in layers if item.call.kv_indices is not None), layers[0])
     seen = _seen_by_last_query(layer)

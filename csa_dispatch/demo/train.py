@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from csa_dispatch import record_receipts
+from csa_dispatch import CallSpec, record_receipts
 
 from .corpus import Baselines, Corpus, baselines, draw_spans
 from .model import ByteModel, ModelConfig, bits_per_byte
+from .picks import Picks, indexer_weights, measure_picks
 
 NOISE = 3.0
 """Standard errors of the mean improvement that a fall of the held-out loss must exceed."""
@@ -29,11 +30,12 @@ class TrainConfig:
         batch, tokens: spans a step and bytes a span.
         held_out_spans: spans the held-out loss is a mean over; they are the same every time.
         evaluations: how often the held-out loss is measured during training, besides the start.
+        teach_indexers: train the indexers by their loss; else they stay what they began as.
         seed: of the weights and of every span drawn.
         device: ``"cpu"`` or ``"cuda"``.
     """
 
-    steps: int = 150
+    steps: int = 100
     batch: int = 8
     tokens: int = 256
     held_out_spans: int = 32
@@ -42,6 +44,7 @@ class TrainConfig:
     weight_decay: float = 0.05
     warm_up: int = 20
     clip: float = 1.0
+    teach_indexers: bool = True
     seed: int = 0
     device: str = "cpu"
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -81,6 +84,7 @@ class History(NamedTuple):
     Attributes:
         steps: every training step.
         held_out: every measurement, the first before any training.
+        picks: the indexers' picks at every measurement; empty when no token has to choose.
         baselines: what counts of bytes and pairs reach on the same held-out spans.
         improvement: mean over held-out spans of the fall from first to last, bits per byte.
         uncertainty: standard error of that mean.
@@ -89,6 +93,7 @@ class History(NamedTuple):
 
     steps: list[StepLoss]
     held_out: list[HeldOutLoss]
+    picks: list[Picks]
     baselines: Baselines
     improvement: float
     uncertainty: float
@@ -138,10 +143,18 @@ def train(config: TrainConfig, corpus: Corpus, progress: Progress = SILENT) -> T
 
     steps: list[StepLoss] = []
     measured: list[HeldOutLoss] = []
-    with record_receipts() as receipts:
-        first = last = held_out_losses(model, spans_on_device, config.batch)
-        measured.append(HeldOutLoss(0, float(first.mean())))
+    picks: list[Picks | None] = []
+    initial = indexer_weights(model)
+
+    def measure(step: int) -> Tensor:
+        losses = held_out_losses(model, spans_on_device, config.batch)
+        picks.append(measure_picks(model, initial, spans_on_device, step))
+        measured.append(HeldOutLoss(step, float(losses.mean())))
         progress.on_held_out(measured[-1])
+        return losses
+
+    with record_receipts() as receipts:
+        first = last = measure(0)
         for step in range(config.steps):
             for group in optimizer.param_groups:
                 group["lr"] = config.rate(step)
@@ -149,14 +162,17 @@ def train(config: TrainConfig, corpus: Corpus, progress: Progress = SILENT) -> T
             steps.append(_step(model, optimizer, spans.to(config.device), config, step + 1))
             progress.on_step(steps[-1])
             if config.measures(step + 1):
-                last = held_out_losses(model, spans_on_device, config.batch)
-                measured.append(HeldOutLoss(step + 1, float(last.mean())))
-                progress.on_held_out(measured[-1])
+                last = measure(step + 1)
     fall = first - last
-    ran = Counter((item.direction, item.spec.kind.value, item.backend) for item in receipts)
+    ran = Counter(
+        (item.direction, item.spec.kind.value, item.backend)
+        for item in receipts
+        if isinstance(item.spec, CallSpec)
+    )
     history = History(
         steps,
         measured,
+        [item for item in picks if item is not None],
         baselines(corpus.train, held_out),
         float(fall.mean()),
         float(fall.std() / math.sqrt(fall.numel())),
@@ -186,7 +202,8 @@ def _step(
     logits, index_loss = model(spans[:, :-1])
     loss = bits_per_byte(logits, spans[:, 1:]).mean()
     optimizer.zero_grad(set_to_none=True)
-    (loss * math.log(2) + index_loss).backward()
+    total = loss * math.log(2)
+    (total + index_loss if config.teach_indexers else total).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
     optimizer.step()
     return StepLoss(number, loss.item(), index_loss.item())
@@ -197,6 +214,6 @@ def held_out_losses(model: ByteModel, spans: Tensor, batch: int) -> Tensor:
     """Bits per byte of each span: ``[N]`` on the CPU."""
     losses = []
     for part in spans.split(batch):
-        logits, _ = model(part[:, :-1])
+        logits, _ = model(part[:, :-1], index_loss=False)
         losses.append(bits_per_byte(logits, part[:, 1:]))
     return torch.cat(losses).cpu()

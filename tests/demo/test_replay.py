@@ -13,9 +13,10 @@ import torch
 
 from csa_dispatch import Kind, backends, register_backend, unregister_backend
 from csa_dispatch.demo.capture import first_tokens, in_dtype
-from csa_dispatch.demo.layers import attend, entry_attention
+from csa_dispatch.demo.layers import attend
 from csa_dispatch.demo.mass import attention_mass
 from csa_dispatch.demo.model import bits_per_byte
+from csa_dispatch.demo.picks import entry_attention
 from csa_dispatch.demo.replay import cell_count, explain_layers, replay
 from csa_dispatch.testing import PlainBackend, mutants
 
@@ -30,7 +31,7 @@ def test_captured_tensors_and_gradients_are_those_of_the_loss(trained, layers):
     model, spans = trained.model, trained.held_out[:1]
     logits, _ = model(spans[:, :-1])
     loss = bits_per_byte(logits, spans[:, 1:]).mean() * math.log(2)
-    sinks = [block.attention.sink for block in model.blocks]
+    sinks = [block.attention.sinks for block in model.blocks]
     expected = torch.autograd.grad(loss, sinks)
     for layer, wanted in zip(layers, expected, strict=True):
         sink = layer.call.attention_sink.clone().requires_grad_()
