@@ -33,7 +33,7 @@ def transforms_active() -> bool:
     return _functorch_level() is not None or forward_ad._current_level >= 0
 
 
-def refuse_transforms() -> None:
+def refuse_transforms(operation: str = "attention") -> None:
     """Raise for the transforms whose result would be wrong or an obscure error.
 
     ``torch.vmap`` is not refused: the operators run once per mapped element.
@@ -47,6 +47,6 @@ def refuse_transforms() -> None:
         name = "forward-mode AD"
     if name is not None:
         raise NotImplementedError(
-            f"attention() is inside {name}, which it does not support; it is differentiable by "
+            f"{operation}() is inside {name}, which it does not support; it is differentiable by "
             "torch.autograd (backward, grad), also under torch.compile."
         )

@@ -15,6 +15,7 @@ from csa_dispatch.compressor_call import (
     compressor_spec_of,
     pool_offsets,
 )
+from csa_dispatch.transforms import refuse_transforms
 
 from .compressor_checks import check_compressor
 from .compressor_operators import CompressFunction, compress_kv_op
@@ -98,6 +99,8 @@ def compress_kv(
     call = _checked_call(values, gates, position_bias, compress_ratio, overlapping, cu_seqlens)
     needs = _needs_of(call)
     if not plain(values, gates, position_bias, cu_seqlens):
+        if not torch.compiler.is_compiling():
+            refuse_transforms("compress_kv")
         choice = traced_choice("compress_kv", backend, backward_backend)
         return CompressedKV(compress_kv_op(*call, list(needs), *choice), call.cu_seqlens_k)
     runner = runner_of(compressor_spec_of(call, needs), backend, backward_backend)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from csa_dispatch.transforms import refuse_transforms
+
 from .indexer_loss_checks import check_indexer_loss
 from .teacher import Teacher, loss_and_gradient
 
@@ -82,6 +84,8 @@ def indexer_kl_loss(
         cu_seqlens_k,
         reduction,
     )
+    if not torch.compiler.is_compiling():
+        refuse_transforms("indexer_kl_loss")
     total_or_part = window_lse if lse is None else lse
     assert total_or_part is not None
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)

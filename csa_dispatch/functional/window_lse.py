@@ -18,7 +18,7 @@ from csa_dispatch.prepared import Arguments, autocast_arguments, checked_call
 from csa_dispatch.reasons import BackendRefused, Reason
 from csa_dispatch.registry import backends
 from csa_dispatch.runner import Runner
-from csa_dispatch.transforms import any_autocast
+from csa_dispatch.transforms import any_autocast, refuse_transforms
 from csa_dispatch.validation import fail
 
 
@@ -120,6 +120,8 @@ def attention_with_window_lse(
         scale,
         layout,
     )
+    if not torch.compiler.is_compiling():
+        refuse_transforms("attention_with_window_lse")
     if any_autocast():
         arguments = autocast_arguments(arguments)
     call = checked_call(arguments)

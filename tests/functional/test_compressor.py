@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise, product
 
 import csa_backend_eager.compressor as eager
@@ -265,6 +266,21 @@ def test_it_compiles_without_a_graph_break() -> None:
         strict=True,
     ):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp"])
+def test_transforms_that_would_be_wrong_are_refused(transform: str) -> None:
+    values, bias = torch.randn(1, 8, 6), torch.zeros(4, 6)
+
+    def loss(values: Tensor) -> Tensor:
+        return compress_kv(values, values, bias, 4).entries.sum()
+
+    run: dict[str, Callable[[], object]] = {
+        "grad": lambda: torch.func.grad(loss)(values),
+        "jvp": lambda: torch.func.jvp(loss, (values,), (values,)),
+    }
+    with pytest.raises(NotImplementedError, match=r"compress_kv\(\) is inside torch\.func"):
+        run[transform]()
 
 
 def test_differentiating_twice_raises() -> None:
