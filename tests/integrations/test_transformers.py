@@ -195,37 +195,56 @@ def test_padding_behind_the_tokens_changes_no_token(make_model, tokens):
     torch.testing.assert_close(found[1:, :23], model(ids[1:, :23]).logits, **TIGHT)
 
 
-def left_padded(model, ids):
+def packed(model, ids):
+    model(ids, position_ids=torch.arange(ids.shape[1])[None] % 7)
+
+
+def dense_mask(model, ids):
+    model(ids, attention_mask=torch.zeros(2, 1, ids.shape[1], ids.shape[1]))
+
+
+def another_cache(model, ids):
+    model(ids, cache=transformers.DynamicCache())
+
+
+def masked(model, ids, columns, **arguments):
     mask = torch.ones_like(ids)
-    mask[1, :5] = 0
-    return model.generate(ids, attention_mask=mask, max_new_tokens=2)
+    mask[1, columns] = 0
+    model(ids, attention_mask=mask, **arguments)
+
+
+def padded_within(model, ids):
+    masked(model, ids, slice(3, 5))
+
+
+def padded_behind_with_a_cache(model, ids):
+    masked(model, ids, slice(8, None), cache=transformers.DynamicCache(config=model.config))
+
+
+def padded_later(model, ids):
+    cache = transformers.DynamicCache(config=model.config)
+    model(ids, cache=cache)
+    mask = torch.ones(2, 13, dtype=torch.long)
+    mask[0, :2] = 0
+    model(ids[:, :1], attention_mask=mask, cache=cache)
 
 
 REFUSED = {
-    "left padding": left_padded,
-    "other than consecutive": lambda model, ids: model(
-        ids, position_ids=torch.arange(ids.shape[1])[None] % 7
-    ),
-    "leave attention_mask out": lambda model, ids: model(
-        ids, attention_mask=torch.zeros(2, 1, ids.shape[1], ids.shape[1])
-    ),
-    "DynamicCache(config=model.config)": lambda model, ids: model(
-        ids, cache=transformers.DynamicCache()
-    ),
-    "padding with a cache": lambda model, ids: model(
-        ids,
-        attention_mask=(torch.arange(ids.shape[1]) < 5).long().expand(2, -1),
-        cache=transformers.DynamicCache(config=model.config),
-    ),
-    "No attention weights are formed": lambda model, ids: model(ids, output_attentions=True),
+    packed: "position_ids is other than consecutive",
+    dense_mask: "leave attention_mask out",
+    another_cache: "DynamicCache(config=model.config)",
+    padded_within: "padding within or behind",
+    padded_behind_with_a_cache: "padding within or behind",
+    padded_later: "other padding than before",
+    lambda model, ids: model(ids, output_attentions=True): "No attention weights are formed",
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_the_layers_cannot_honour_is_refused_with_a_reason(make_model, tokens, words):
+@pytest.mark.parametrize(("call", "words"), REFUSED.items())
+def test_what_the_layers_cannot_honour_is_refused_with_a_reason(make_model, tokens, call, words):
     model = enable(make_model())
     with pytest.raises(BackendRefused) as refused:
-        REFUSED[words](model, tokens(2, 12))
+        call(model, tokens(2, 12))
     assert words in str(refused.value)
     ((reason,),) = refused.value.reasons.values()
     assert reason.remedy

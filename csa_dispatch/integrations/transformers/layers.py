@@ -7,6 +7,7 @@ no mask, the compressor's entries stay a pool, and the indexer's picks stay indi
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ...functional import attention_with_past
 from .entries import Rotation, picked_entries, pooled_entries
+from .left_padding import run_rows
 
 
 def attention_forward(
@@ -23,9 +25,12 @@ def attention_forward(
     position_ids: Tensor,
     attention_mask: Tensor | None = None,
     cache: Any = None,
+    padding: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """``DeepseekV4Attention.forward``, but that it returns no attention weights.
+
+    ``padding``, which the enabled model gives, is each row's padding on the left.
 
     Raises:
         ValueError: a mask is given, or dropout is on in training.
@@ -40,6 +45,9 @@ def attention_forward(
             f"attention_dropout is {self.attention_dropout}; it must be 0 in training, as "
             "attention() has no dropout. Set config.attention_dropout = 0."
         )
+    if padding is not None:
+        rows = (hidden_states, position_embeddings, position_ids, cache, padding)
+        return run_rows(attention_forward, self, *rows), None
     rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb
     rotation = position_embeddings[self.rope_layer_type]
     heads = (*hidden_states.shape[:-1], -1, self.head_dim)

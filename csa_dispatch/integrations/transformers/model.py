@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from importlib import import_module
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ...reasons import BackendRefused, Reason
+from .left_padding import is_padded, pad_cache
 
 CACHE_LAYER = ("store_compression_weights", "update_compressor_states")
 
@@ -17,27 +19,18 @@ def model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``DeepseekV4Model.forward`` with its attention layers enabled.
 
     Raises:
-        BackendRefused: padding before tokens, masks, positions or caches that the layers cannot
-            honour; the Reason says what to do.
+        BackendRefused: masks, positions or caches that the layers cannot honour; the Reason says
+            what to do.
     """
     forward = type(self).forward
     names = [name for name in inspect.signature(forward).parameters if name != "self"]
     kwargs.update(zip(names, args, strict=False))
-    inputs = _first(kwargs, "input_ids", "inputs_embeds")
-    cache = _first(kwargs, "cache", "past_key_values")
-    if inputs is not None:
-        past = 0 if cache is None else cache.get_seq_length()
-        _check_mask(kwargs.get("attention_mask"), cache)
-        _check_positions(kwargs.get("position_ids"), past, inputs.shape[1])
-    if cache is not None:
-        _check_cache(cache, self.config)
     if kwargs.get("output_attentions", self.config.output_attentions):
-        _refuse(
-            "output_attentions",
-            "True",
-            "False",
-            "No attention weights are formed; disable() first.",
-        )
+        remedy = "No attention weights are formed; disable() first."
+        _refuse("output_attentions", "True", "False", remedy)
+    inputs = _first(kwargs, "input_ids", "inputs_embeds")
+    if inputs is not None:
+        kwargs.update(_for_the_layers(self.config, inputs, kwargs))
     # transformers takes a dict's mask as it is, and None for none at all.
     kwargs["attention_mask"] = {"sliding_attention": None}
     return forward(self, **kwargs)
@@ -56,47 +49,80 @@ def _refuse(field: str, actual: str, required: str, remedy: str) -> NoReturn:
     )
 
 
-def _check_mask(mask: Any, cache: Any) -> None:
-    """Only padding behind all tokens, and that only where no later call would see it."""
+def _for_the_layers(config: Any, inputs: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Checks a call and returns the arguments that padding on the left changes."""
+    cache = _first(kwargs, "cache", "past_key_values")
+    batch, tokens = inputs.shape[:2]
+    past = 0 if cache is None else cache.get_seq_length()
+    total = _left_padding(kwargs.get("attention_mask"), cache, past, tokens)
+    if cache is not None and not is_padded(cache):
+        _check_cache(cache, config)
+    positions = torch.arange(past, past + tokens, device=inputs.device)[None]
+    if total is None:
+        _check_positions(kwargs.get("position_ids"), positions)
+        return {}
+    positions = positions - torch.tensor(total, device=inputs.device)[:, None]
+    _check_positions(kwargs.get("position_ids"), positions)
+    if cache is None and _uses_cache(config, kwargs):
+        cache = import_module("transformers").DynamicCache(config=config)
+    if cache is not None:
+        if not is_padded(cache):
+            pad_cache(cache, batch)
+        for layer in cache.layers:
+            layer.padding = total
+    return {
+        "cache": cache,
+        "position_ids": positions.clamp(min=0),
+        "padding": [min(max(rows - past, 0), tokens) for rows in total],
+    }
+
+
+def _uses_cache(config: Any, kwargs: dict[str, Any]) -> bool:
+    chosen = kwargs.get("use_cache")
+    return config.use_cache if chosen is None else chosen
+
+
+def _left_padding(mask: Any, cache: Any, past: int, tokens: int) -> list[int] | None:
+    """Tokens of padding that each row began with; None without any.
+
+    Padding behind the tokens is let through where no later call would see it.
+    """
+    known = cache.layers[0].padding if is_padded(cache) else None
     if mask is None:
-        return
+        return known
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         _refuse(
             "attention_mask",
-            f"a {type(mask).__name__}"
-            + (f" of {mask.ndim} dims" if hasattr(mask, "ndim") else ""),
+            f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__,
             "a padding mask [B, T], or None",
             "The layers are causal by themselves; leave attention_mask out.",
         )
     kept = mask.bool()
-    if bool(kept.all()):
-        return
-    if not bool(kept[:, :1].all() & (kept[:, 1:] <= kept[:, :-1]).all()):
-        _refuse(
-            "attention_mask",
-            "0 before tokens (left padding)",
-            "padding behind all tokens of a row",
-            "transformers pools padding into the compressed entries of the row's tokens. "
-            "Generate for prompts of one length at a time; pad on the right in training.",
-        )
-    if cache is not None:
-        _refuse(
-            "attention_mask",
-            "padding with a cache",
-            "none with a cache",
-            "Later tokens would see the padding. Pass use_cache=False, or prompts of one length.",
-        )
+    if known is None and bool(kept.all()):
+        return None
+    if kept.shape[1] == past + tokens and bool((kept[:, 1:] >= kept[:, :-1]).all()):
+        found = (~kept).sum(1).tolist()
+        if [min(rows, past) for rows in found] == (known or [0] * len(found)):
+            return found
+    elif cache is None and bool((kept[:, 1:] <= kept[:, :-1]).all()):
+        return None
+    _refuse(
+        "attention_mask",
+        "padding within or behind a row's tokens" if past == 0 else "other padding than before",
+        "padding in front of the tokens; or behind them, without a cache",
+        "Pad on the left to generate.",
+    )
 
 
-def _check_positions(positions: Tensor | None, past: int, tokens: int) -> None:
-    if positions is None:
+def _check_positions(given: Tensor | None, expected: Tensor) -> None:
+    """Positions count from each row's first token; those of padding are free."""
+    if given is None:
         return
-    expected = torch.arange(past, past + tokens, device=positions.device)
-    if not torch.equal(positions, expected.to(positions.dtype).expand_as(positions)):
+    if not bool(((given == expected) | (expected < 0)).all()):
         _refuse(
             "position_ids",
             "other than consecutive",
-            f"{past} to {past + tokens - 1} in every row",
+            "consecutive, from a row's first token on",
             "transformers pools across documents packed by position_ids. Leave position_ids out, "
             "and give documents rows of their own.",
         )
