@@ -17,6 +17,7 @@ Four warpgroups, synchronised by mbarriers alone:
     scatter     dKV of the block in 64-column chunks, added to the fp32 buffer
                 (``hopper_backward_scatter``)
     gather      cp.async of K rows, zero-filling unused slots, and of Q and dO
+                (``hopper_backward_gather``)
 
 K lives in a ring of five 128-column chunks, freed as soon as their dQ piece is done, in the
 order 0, 2, 1, 3 so that both dQ warpgroups free one in turn. P of an unused slot is not masked:
@@ -31,8 +32,6 @@ from triton.language import PropagateNan
 
 from .gluon_compat import (
     aggregate,
-    arrive_when_copied,
-    copy_async,
     fence_async_shared,
     gl,
     gluon,
@@ -40,29 +39,26 @@ from .gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from .hopper_backward_gather import CHUNK, CHUNK_ORDER, KEYS, ROWS, SLOTS, gather, ring_slot
 from .hopper_backward_scatter import scatter
+from .hopper_backward_store import store
 from .hopper_tiles import Rows, Walk, barriers
 
 HEADS = gl.constexpr(64)
-KEYS = gl.constexpr(64)
-CHUNK = gl.constexpr(128)
-SLOTS = gl.constexpr(5)
-CHUNK_ORDER = gl.constexpr((0, 2, 1, 3))
 ALL = gl.constexpr(PropagateNan.ALL)
 LOG2E = gl.constexpr(1.4426950408889634)
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 QUERIES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 PARTS = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
-# Four rows a thread, so that a chunk's copies need few address registers.
-ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @aggregate
 class Shared:
     """Tiles in shared memory and the barriers that hand them over.
 
-    P and dS come back together, by ``p_empty``, and Q and dO by ``qdo_empty``.
+    P and dS come back together, by ``p_empty``. So do Q and dO by ``qdo_empty``, whole or in
+    four parts of 128 columns.
     """
 
     q: gl.shared_memory_descriptor
@@ -88,7 +84,7 @@ class Shared:
 
 
 @gluon.jit
-def _allocate(dtype: gl.constexpr):
+def _allocate(dtype: gl.constexpr, PARTS: gl.constexpr):
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q = gl.allocate_shared_memory(dtype, [1, HEADS, 512], tile)
     do = gl.allocate_shared_memory(dtype, [1, HEADS, 512], tile)
@@ -98,62 +94,10 @@ def _allocate(dtype: gl.constexpr):
     # Copies arrive once a thread of the gather warpgroup, everything else once a warpgroup.
     return Shared(
         (q, do, k, p, ds),
-        (barriers(1, 128), barriers(1, 128), barriers(1, 3)),
+        (barriers(1, 128), barriers(1, 128), barriers(PARTS, 3)),
         (barriers(SLOTS, 128), barriers(SLOTS, 1)),
         (barriers(1, 1), barriers(1, 1), barriers(1, 1)),
     )
-
-
-@gluon.jit
-def _ring(block, g: gl.constexpr):
-    """Slot and phase of the ``g``-th chunk of a block."""
-    unit = block * 4 + g
-    return unit % SLOTS, (unit // SLOTS) & 1
-
-
-@gluon.jit
-def _copy_item(tile, full, rows, live):
-    """Copy an item's Q or dO."""
-    for c in gl.static_range(4):
-        part = tile.index(0).slice(c * CHUNK, CHUNK, dim=1)
-        copy_async(part, rows + c * CHUNK, mask=live)
-    arrive_when_copied(full.index(0), increment_count=False)
-
-
-@gluon.jit
-def _gather(walk, shared, query, upstream, local, pool):
-    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, ROWS))
-    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ROWS))
-    block = 0
-    count = 0
-    for item in range(gl.program_id(0), walk.items, gl.num_programs(0)):
-        at, first_head = walk.spread(item)
-        blocks = gl.load(walk.PLAN + at)
-        token = walk.token(at, first_head)
-        window_row = token.window_row()
-        index = token.load_indices(0, key)
-        for j in range(blocks):
-            used = token.used(index, j, key)
-            row = token.key_rows(index, j, key, window_row, token.pool_start)
-            index = token.load_indices(j + 1, key)
-            in_window = j < token.window_blocks
-            step = gl.where(in_window, local.t, pool.t)
-            source = gl.where(in_window, local.batch(token), pool.batch(token))
-            source = source + (row.to(gl.int64) * step * 8)[:, None] + column[None, :]
-            for g in gl.static_range(4):
-                slot, phase = _ring(block, g)
-                mbarrier.wait(shared.k_empty.index(slot), phase ^ 1)
-                piece = source + CHUNK_ORDER[g] * CHUNK
-                copy_async(shared.k.index(slot), piece, mask=used[:, None])
-                arrive_when_copied(shared.k_full.index(slot), increment_count=False)
-            if j == 0:
-                head = first_head + key
-                live = (head < walk.heads)[:, None]
-                mbarrier.wait(shared.qdo_empty.index(0), (count & 1) ^ 1)
-                _copy_item(shared.q, shared.q_full, query.heads(token, head, column), live)
-                _copy_item(shared.do, shared.do_full, upstream.heads(token, head, column), live)
-                count += 1
-            block += 1
 
 
 @gluon.jit
@@ -163,7 +107,7 @@ def _products(x, shared, block):
     # A run-time zero: without it ptxas hoists every tile's descriptors and spills them.
     zero = block >> 28
     for g in gl.static_range(4):
-        slot, phase = _ring(block, g)
+        slot, phase = ring_slot(block, g)
         mbarrier.wait(shared.k_full.index(slot), phase)
         fence_async_shared()
         k = shared.k.index(slot + zero).permute((1, 0))
@@ -175,8 +119,8 @@ def _products(x, shared, block):
 @gluon.jit
 def _add_query_gradient(dq0, dq1, shared, block, FIRST: gl.constexpr):
     """Add dS K for this warpgroup's two chunks of K, freeing each when it is done."""
-    slot0, _ = _ring(block, FIRST)
-    slot1, _ = _ring(block, FIRST + 2)
+    slot0, _ = ring_slot(block, FIRST)
+    slot1, _ = ring_slot(block, FIRST + 2)
     zero = block >> 28
     ds = shared.ds.index(0)
     dq0 = warpgroup_mma(ds, shared.k.index(slot0 + zero), dq0, is_async=True)
@@ -200,7 +144,9 @@ def _store_query_gradient(gradient, walk, at, first_head, dq0, dq1, HALF: gl.con
 
 
 @gluon.jit
-def _weights(walk, shared, LSE, gradient, scale_log2, QUERY_GRADIENT: gl.constexpr):
+def _weights(
+    walk, shared, LSE, gradient, scale_log2, QUERY_GRADIENT: gl.constexpr, PARTS: gl.constexpr
+):
     offs_h = gl.arange(0, HEADS, layout=gl.SliceLayout(1, SCORES))
     block = 0
     count = 0
@@ -228,7 +174,8 @@ def _weights(walk, shared, LSE, gradient, scale_log2, QUERY_GRADIENT: gl.constex
             mbarrier.wait(shared.ds_full.index(0), phase)
             dq0, dq1 = _add_query_gradient(dq0, dq1, shared, block, 0)
             block += 1
-        mbarrier.arrive(shared.qdo_empty.index(0), count=1, pred=blocks > 0)
+        for part in gl.static_range(PARTS):
+            mbarrier.arrive(shared.qdo_empty.index(part), count=1, pred=blocks > 0)
         if QUERY_GRADIENT:
             _store_query_gradient(gradient, walk, at, first_head, dq0, dq1, 0)
         count += (blocks > 0).to(gl.int32)
@@ -256,7 +203,9 @@ def _add_gradients(dp, delta, dq0, dq1, shared, scale, block):
 
 
 @gluon.jit
-def _gradients(walk, shared, out, DELTA, gradient, scale, QUERY_GRADIENT: gl.constexpr):
+def _gradients(
+    walk, shared, out, DELTA, gradient, scale, QUERY_GRADIENT: gl.constexpr, PARTS: gl.constexpr
+):
     offs_h = gl.arange(0, HEADS, layout=gl.SliceLayout(1, ROWS))
     column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ROWS))
     block = 0
@@ -290,7 +239,8 @@ def _gradients(walk, shared, out, DELTA, gradient, scale, QUERY_GRADIENT: gl.con
                 dp = _products(shared.do, shared, block + j)
                 dp = warpgroup_mma_wait(0, deps=[dp])
                 dq0, dq1 = _add_gradients(dp, delta, dq0, dq1, shared, scale, block + j)
-            mbarrier.arrive(shared.qdo_empty.index(0), count=1)
+            for part in gl.static_range(PARTS):
+                mbarrier.arrive(shared.qdo_empty.index(part), count=1)
             count += 1
         block += blocks
         if QUERY_GRADIENT:
@@ -301,9 +251,10 @@ STRIDES = tuple(
     f"{x}_{dim}" for x in ("query", "do", "local", "pool", "out", "dq") for dim in "bht"
 )
 SIZES = ("indices_b", "indices_t", "heads", "tokens", "slots", "rows", "items", "pool_rows")
+ORDERED = ("first_row", "places", "window_blocks")
 
 
-@gluon.jit(do_not_specialize=(*STRIDES, *SIZES))
+@gluon.jit(do_not_specialize=(*STRIDES, *SIZES, *ORDERED))
 def backward_kernel(
     Q,
     query_b,
@@ -342,11 +293,16 @@ def backward_kernel(
     DELTA,
     DKV,
     pool_rows,
+    first_row,
+    places,
+    window_blocks,
     scale,
     scale_log2,
     QUERY_GRADIENT: gl.constexpr,
     LOCAL_GRADIENT: gl.constexpr,
     POOL_GRADIENT: gl.constexpr,
+    DENSE: gl.constexpr,
+    PARTS: gl.constexpr,
     MATRIX_REGISTERS: gl.constexpr,
     GATHER_REGISTERS: gl.constexpr,
 ):
@@ -355,8 +311,10 @@ def backward_kernel(
     DKV is fp32 ``[B * T + B * S, 512]``, local rows first, its columns permuted within each 16
     (``hopper_backward_scatter``). DELTA is written for tokens that see keys.
     """
-    shared = _allocate(Q.dtype.element_ty)
-    walk = Walk(PLAN, INDICES, indices_b, indices_t, heads, tokens, slots, rows, items)
+    shared = _allocate(Q.dtype.element_ty, PARTS)
+    walk = Walk(
+        PLAN, INDICES, indices_b, indices_t, heads, tokens, slots, rows, items, first_row, DENSE
+    )
     query = Rows(Q, query_b, query_h, query_t)
     upstream = Rows(DO, do_b, do_h, do_t)
     local = Rows(LOCAL, local_b, local_h, local_t)
@@ -365,10 +323,12 @@ def backward_kernel(
     gradient = Rows(DQ, dq_b, dq_h, dq_t)
     gl.warp_specialize(
         [
-            (scatter, (walk, shared, DKV, pool_rows, LOCAL_GRADIENT, POOL_GRADIENT)),
-            (_weights, (walk, shared, LSE, gradient, scale_log2, QUERY_GRADIENT)),
-            (_gradients, (walk, shared, out, DELTA, gradient, scale, QUERY_GRADIENT)),
-            (_gather, (walk, shared, query, upstream, local, pool)),
+            (scatter, (walk, shared, DKV, pool_rows, LOCAL_GRADIENT, POOL_GRADIENT, PARTS))
+            if first_row is None
+            else (store, (walk, shared, DKV, places, window_blocks)),
+            (_weights, (walk, shared, LSE, gradient, scale_log2, QUERY_GRADIENT, PARTS)),
+            (_gradients, (walk, shared, out, DELTA, gradient, scale, QUERY_GRADIENT, PARTS)),
+            (gather, (walk, shared, query, upstream, local, pool, PARTS)),
         ],
         [4, 4, 4],
         [MATRIX_REGISTERS, MATRIX_REGISTERS, GATHER_REGISTERS],

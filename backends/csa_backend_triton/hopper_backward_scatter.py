@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 """The scatter warpgroup of the Hopper backward: dKV of one key block, added to fp32 rows.
 
 For each 64-column chunk c of a block of 64 keys it computes, by wgmma,
@@ -31,6 +31,7 @@ from .gluon_compat import (
 
 KEYS = gl.constexpr(64)
 CHUNK = gl.constexpr(64)
+CHUNKS = gl.constexpr(8)
 WIDTH = gl.constexpr(512)
 
 TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -100,7 +101,8 @@ def _elements(y):
 
 
 @gluon.jit
-def _add_rows(tile, base, even_offset, odd_offset, odd):
+def in_memory_order(tile):
+    """A tile's elements of 16 floats a row and lane, by place in memory."""
     # Columns 16 g + 8 h + 2 q + e: xe by e, then by h. All conversions are relabellings.
     x0, x1 = gl.split(tile.reshape([64, 4, 2, 4, 2]))
     x00, x10 = gl.split(gl.permute(x0, (0, 1, 3, 2)))
@@ -109,31 +111,16 @@ def _add_rows(tile, base, even_offset, odd_offset, odd):
     b0, b1, b2, b3 = _elements(x01)
     c0, c1, c2, c3 = _elements(x10)
     d0, d1, d2, d3 = _elements(x11)
+    return a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3
+
+
+@gluon.jit
+def _add_rows(tile, base, even_offset, odd_offset, odd):
     gl.inline_asm_elementwise(
         REDUCTION,
         REDUCTION_CONSTRAINTS,
-        [
-            base,
-            even_offset,
-            odd_offset,
-            odd,
-            a0,
-            b0,
-            c0,
-            d0,
-            a1,
-            b1,
-            c1,
-            d1,
-            a2,
-            b2,
-            c2,
-            d2,
-            a3,
-            b3,
-            c3,
-            d3,
-        ],
+        # Triton has no starred tuples.
+        (base, even_offset, odd_offset, odd) + in_memory_order(tile),  # noqa: RUF005
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -168,10 +155,25 @@ def _row_offsets(
 
 
 @gluon.jit
+def _chunk_products(shared, p, ds, zero, nothing, C: gl.constexpr):
+    """The C-th chunk's A, as an unfinished wgmma."""
+    part = shared.do.index(zero).slice(C * CHUNK, CHUNK, dim=1)
+    tile = warpgroup_mma(p, part, nothing, use_acc=False, is_async=True)
+    part = shared.q.index(zero).slice(C * CHUNK, CHUNK, dim=1)
+    return warpgroup_mma(ds, part, tile, is_async=True)
+
+
+@gluon.jit
 def scatter(
-    walk, shared, DKV, pool_rows, LOCAL_GRADIENT: gl.constexpr, POOL_GRADIENT: gl.constexpr
+    walk,
+    shared,
+    DKV,
+    pool_rows,
+    LOCAL_GRADIENT: gl.constexpr,
+    POOL_GRADIENT: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
-    """The scatter warpgroup; ``pool_rows`` is S."""
+    """The scatter warpgroup; ``pool_rows`` is S. Q and dO are given back whole or in 4 PARTS."""
     key = gl.arange(0, KEYS, layout=PAIRS)
     row = gl.arange(0, KEYS, layout=gl.SliceLayout(1, QUADS))
     quad = gl.arange(0, 4, layout=gl.SliceLayout(0, QUADS))
@@ -204,21 +206,20 @@ def scatter(
             p = shared.p.index(0).permute((1, 0))
             ds = shared.ds.index(0).permute((1, 0))
             # A run-time zero: without it ptxas hoists every tile's descriptors and spills them.
-            upstream = shared.do.index(block >> 28)
-            query = shared.q.index(block >> 28)
-            previous = nothing
-            for c in gl.static_range(WIDTH // CHUNK):
-                part = upstream.slice(c * CHUNK, CHUNK, dim=1)
-                tile = warpgroup_mma(p, part, nothing, use_acc=False, is_async=True)
-                part = query.slice(c * CHUNK, CHUNK, dim=1)
-                tile = warpgroup_mma(ds, part, tile, is_async=True)
-                if c > 0:
-                    done = warpgroup_mma_wait(2, deps=[previous])
-                    _add_rows(done, base + (c - 1) * CHUNK * 4, even_offset, odd_offset, odd)
+            zero = block >> 28
+            previous = _chunk_products(shared, p, ds, zero, nothing, 0)
+            for c in gl.static_range(1, CHUNKS):
+                tile = _chunk_products(shared, p, ds, zero, nothing, c)
+                done = warpgroup_mma_wait(2, deps=[previous])
+                if PARTS == 4 and c % 2 == 0:
+                    last = j == blocks - 1
+                    mbarrier.arrive(shared.qdo_empty.index(c // 2 - 1), count=1, pred=last)
+                place = base + (c - 1) * CHUNK * 4
+                _add_rows(done, place, even_offset, odd_offset, odd)
                 previous = tile
             done = warpgroup_mma_wait(0, deps=[previous])
             mbarrier.arrive(shared.p_empty.index(0), count=1)
-            mbarrier.arrive(shared.qdo_empty.index(0), count=1, pred=j == blocks - 1)
+            mbarrier.arrive(shared.qdo_empty.index(PARTS - 1), count=1, pred=j == blocks - 1)
             _add_rows(done, base + (WIDTH - CHUNK) * 4, even_offset, odd_offset, odd)
             block += 1
         count += (blocks > 0).to(gl.int32)

@@ -3,7 +3,7 @@
 """Hopper forward, head_dim 512: one program computes [64 heads x 512] of the output per item.
 
 An item is (token t, 64 heads of it); persistent programs take items round robin. Over the
-token's key blocks of 64 rows (its window first, then its selected slots), with Q [64, 512] and
+token's key blocks of 64 rows (its window first, then its slots), with Q [64, 512] and
 one K = V block [64, 512] in shared memory:
 
     S = Q K^T        m' = max(m, rowmax S)      P = exp2(S - m')      a = exp2(m - m')
@@ -351,12 +351,15 @@ def forward_kernel(
     SINK,
     LSE,
     scale_log2,
+    DENSE: gl.constexpr,
     VALUE_REGISTERS: gl.constexpr,
     GATHER_REGISTERS: gl.constexpr,
 ):
     """Strides of query, KV and out are in units of 8 elements, of indices in elements."""
     shared = _allocate(Q.dtype.element_ty)
-    walk = Walk(PLAN, INDICES, indices_b, indices_t, heads, tokens, slots, rows, items)
+    walk = Walk(
+        PLAN, INDICES, indices_b, indices_t, heads, tokens, slots, rows, items, None, DENSE
+    )
     query = Rows(Q, query_b, query_h, query_t)
     local = Rows(LOCAL, local_b, local_h, local_t)
     pool = Rows(POOL, pool_b, pool_h, pool_t)

@@ -3,8 +3,8 @@
 One program plans TOKENS tokens. It reads their documents' bounds and their slots, and writes
 
     blocks       key blocks of 64 to visit: ceil(window_rows / 64) + ceil(end / 64), where end is
-                 the last used slot + 1, so that trailing unused slots cost nothing; 0 for a
-                 token that sees no key
+                 the last used slot + 1, so that trailing unused slots cost nothing (or the
+                 visible entries of a dense-compressed pool); 0 for a token that sees no key
     window_rows  rows of local_kv in the window, min(W, t + 1 - window_start); the last is row t
     pool_start   row of sparse_kv that index 0 means
     pool_length  indices below it are used; 0 when no slot of the token is used
@@ -57,6 +57,7 @@ def plan_kernel(
     pool,
     window,
     HAS_BOUNDS: tl.constexpr,
+    DENSE: tl.constexpr,
     TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -77,6 +78,8 @@ def plan_kernel(
     window_rows = tl.maximum(tl.minimum(t + 1 - start, window), 0)
 
     end = tl.zeros([TOKENS], tl.int32)
+    if DENSE:
+        end = tl.maximum(pool_length, 0)
     slot_row = INDICES + b * indices_b + t.to(tl.int64) * indices_t
     for begin in range(0, slots, SLOTS):
         slot = begin + tl.arange(0, SLOTS)

@@ -3,7 +3,8 @@
 """How the Hopper kernels address tensors and walk a token's keys.
 
 A token's keys come in blocks of 64: first its window rows of ``local_kv``, oldest first, then
-its slots. See ``hopper_plan`` for the table that says how many.
+its slots. See ``hopper_plan`` for the table that says how many. Slots name rows of ``sparse_kv``
+by their index or, when a walk is ``dense``, one after another: slot i is row pool_start + i.
 """
 
 from .gluon_compat import aggregate, gl, gluon, mbarrier
@@ -66,10 +67,21 @@ class Token:
     window_blocks: gl.tensor
     pool_start: gl.tensor
     pool_length: gl.tensor
+    dense: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, b, t, first_head, index_row, slots, window_rows, window_blocks, pool_start, length
+        self,
+        b,
+        t,
+        first_head,
+        index_row,
+        slots,
+        window_rows,
+        window_blocks,
+        pool_start,
+        length,
+        dense,
     ):
         self.b = b
         self.t = t
@@ -80,6 +92,7 @@ class Token:
         self.window_blocks = window_blocks
         self.pool_start = pool_start
         self.pool_length = length
+        self.dense = gl.constexpr(dense)
 
     @gluon.jit
     def window_row(self):
@@ -88,8 +101,10 @@ class Token:
 
     @gluon.jit
     def load_indices(self, j, key):
-        """Key block ``j``'s 64 indices; -1 in the window and past the last slot."""
+        """Key block ``j``'s 64 indices; negative in the window, unused past the last slot."""
         slot = (j - self.window_blocks) * 64 + key
+        if self.dense:
+            return slot
         inside = (slot >= 0) & (slot < self.slots)
         return gl.load(self.index_row + slot, mask=inside, other=-1)
 
@@ -111,7 +126,8 @@ class Token:
 class Walk:
     """A call's sizes, its indices and its plan: how a program finds its items.
 
-    ``rows`` is ``B * T``. An item is 64 heads of one (batch, token).
+    ``rows`` is ``B * T``. An item is 64 heads of one (batch, token); the first one's row is
+    ``first_row``, or 0 if None.
     """
 
     PLAN: gl.tensor
@@ -123,9 +139,24 @@ class Walk:
     slots: gl.tensor
     rows: gl.tensor
     items: gl.tensor
+    first_row: gl.tensor | gl.constexpr
+    dense: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, PLAN, INDICES, indices_b, indices_t, heads, tokens, slots, rows, items):
+    def __init__(
+        self,
+        PLAN,
+        INDICES,
+        indices_b,
+        indices_t,
+        heads,
+        tokens,
+        slots,
+        rows,
+        items,
+        first_row,
+        dense,
+    ):
         self.PLAN = PLAN
         self.INDICES = INDICES
         self.indices_b = indices_b
@@ -135,6 +166,8 @@ class Walk:
         self.slots = slots
         self.rows = rows
         self.items = items
+        self.first_row = gl.constexpr(None) if first_row is None else first_row
+        self.dense = gl.constexpr(dense)
 
     @gluon.jit
     def blocks_ahead(self, item):
@@ -150,7 +183,13 @@ class Walk:
 
     @gluon.jit
     def spread(self, item):
-        """Row and first head of an item: neighbours are 1/128 of all rows from each other."""
+        """Row and first head of an item: neighbours are 1/128 of all rows from each other.
+
+        With a first row they are visited in natural order.
+        """
+        if self.first_row is not None:
+            at, first_head = self.natural(item)
+            return at + self.first_row, first_head
         i = item % self.rows
         group = i % 128
         row = group * (self.rows // 128) + gl.minimum(group, self.rows % 128) + i // 128
@@ -160,7 +199,7 @@ class Walk:
     def place(self, row, first_head):
         """The token of a row, for results: nothing of its plan is read."""
         b, t = row // self.tokens, row % self.tokens
-        return Token(b, t, first_head, self.INDICES, self.slots, t, t, t, t)
+        return Token(b, t, first_head, self.INDICES, self.slots, t, t, t, t, self.dense)
 
     @gluon.jit
     def token(self, row, first_head):
@@ -173,7 +212,16 @@ class Walk:
         length = gl.load(self.PLAN + 3 * self.rows + row)
         blocks = (window_rows + 63) // 64
         return Token(
-            b, t, first_head, index_row, self.slots, window_rows, blocks, pool_start, length
+            b,
+            t,
+            first_head,
+            index_row,
+            self.slots,
+            window_rows,
+            blocks,
+            pool_start,
+            length,
+            self.dense,
         )
 
     @gluon.jit

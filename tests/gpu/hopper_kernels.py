@@ -17,9 +17,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from csa_backend_triton import hopper
+from csa_backend_triton import hopper, hopper_gradient, hopper_ordered
 from torch import Tensor
 
 from csa_dispatch.backend import Backend
@@ -92,7 +94,35 @@ def small_cases() -> list[Case]:
         {"needs_grad": (True, False, True, False)},
         {"needs_grad": (False, True, False, True)},
     ]
+    dense = {"kind": Kind.DENSE, "tokens": 300, "compress_ratio": 3}
+    changes += [
+        dense,
+        {**dense, "batch": 2, "pool": 40, "window": 70, "content": "nan"},
+        {**dense, "documents": "cu_seqlens", "heads": 100},
+        {**dense, "documents": "doc_ids", "compress_ratio": 1, "window": 0, "tokens": 90},
+        {**dense, "heads": 40, "dtype": "float16", "needs_grad": NONE},
+    ]
+    ordered = {"deterministic": True, "tokens": 300}
+    changes += [
+        ordered,
+        {**ordered, "heads": 100, "batch": 2, "content": "nan"},
+        {**ordered, "documents": "cu_seqlens", "content": "duplicates"},
+        {**ordered, "kind": Kind.WINDOW, "window": 70, "documents": "doc_ids", "batch": 2},
+        {**ordered, "window": 0, "content": "scattered"},
+        {**ordered, "needs_grad": (False, False, True, False), "memory": "strided"},
+    ]
     return [Case(**{**base, **change}) for change in changes]  # type: ignore[arg-type]
+
+
+@contextmanager
+def few_tokens_a_chunk() -> Iterator[None]:
+    """Ordered backwards in chunks that hold 15 tokens."""
+    whole = hopper_ordered.chunk_tokens
+    hopper_ordered.chunk_tokens = lambda *_: 15  # type: ignore
+    try:
+        yield
+    finally:
+        hopper_ordered.chunk_tokens = whole
 
 
 def cases() -> bool:
@@ -103,6 +133,12 @@ def cases() -> bool:
         torch.full((1 << 26,), float("nan"), device="cuda")
         result = check_case(case, run, device="cuda")
         passed &= result.status == "pass"
+        if case.deterministic:
+            # Again in chunks of a few tokens, whose windows reach over several chunks.
+            with few_tokens_a_chunk():
+                short = check_case(case, run, device="cuda")
+            passed &= short.status == "pass"
+            print(f"{short.status} {short.share:.2f} in short chunks {short.message}")
         print(f"{result.status} {result.share:.2f} {result.name} {result.message}", flush=True)
     return passed
 
@@ -166,11 +202,14 @@ def sums() -> bool:
     passed = True
     for size, causal in (("A", True), ("A", False), ("B", True)):
         call, grad = full_size(size, causal)
-        found = hopper.backward(call, None, *hopper.forward(call, None), grad, ALL)
+        results = hopper.forward(call, None)
         right = float64_gradients(call, grad)
-        errors = [relative(x, y) for x, y in zip(found, right, strict=True)]  # type: ignore
-        passed &= max(errors) < 5e-3
-        print(size, "causal" if causal else "full", *(f"{error:.1e}" for error in errors))
+        for deterministic in (False, True):
+            found = hopper_gradient.backward(call, None, *results, grad, ALL, deterministic)
+            errors = [relative(x, y) for x, y in zip(found, right, strict=True)]  # type: ignore
+            passed &= max(errors) < 5e-3
+            title = (size, "causal" if causal else "full", "ordered" if deterministic else "")
+            print(*title, *(f"{error:.1e}" for error in errors), flush=True)
     return passed
 
 

@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from csa_backend_triton import hopper
+from csa_backend_triton.hopper_operands import cast_rows, plan_of, slot_indices
 
 from csa_dispatch.call import Call, Kind, token_bounds
 from csa_dispatch.testing import Case, build, to_call, visible_rows
 
 
 def planned(call: Call) -> torch.Tensor:
-    indices, strides, slots = hopper._indices(call)
-    return hopper._plan(call, token_bounds(call), indices, strides, slots).cpu()
+    return plan_of(call, token_bounds(call), *slot_indices(call)).cpu()
 
 
 @pytest.mark.parametrize(
@@ -51,5 +50,5 @@ def test_cast_puts_the_accumulators_columns_in_order(device: str) -> None:
     stored = columns.permute(0, 2, 1, 3).reshape(-1)
     rows = torch.randn(2 * 9, 512, device=device)
     like = torch.empty(2, 1, 9, 512, dtype=torch.float16, device=device)
-    gradient = hopper._cast(rows[:, stored.to(device)].contiguous(), like)
+    gradient = cast_rows(rows[:, stored.to(device)].contiguous(), like)
     assert torch.equal(gradient.reshape(18, 512), rows.half())
