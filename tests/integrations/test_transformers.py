@@ -195,8 +195,12 @@ def test_padding_behind_the_tokens_changes_no_token(make_model, tokens):
     torch.testing.assert_close(found[1:, :23], model(ids[1:, :23]).logits, **TIGHT)
 
 
-def packed(model, ids):
-    model(ids, position_ids=torch.arange(ids.shape[1])[None] % 7)
+def packed_rows(model, ids):
+    model(ids, position_ids=torch.arange(ids.shape[1])[None].expand(2, -1) % 7)
+
+
+def skipping(model, ids):
+    model(ids[:1], position_ids=2 * torch.arange(ids.shape[1])[None])
 
 
 def dense_mask(model, ids):
@@ -230,7 +234,8 @@ def padded_later(model, ids):
 
 
 REFUSED = {
-    packed: "position_ids is other than consecutive",
+    packed_rows: "position_ids is other than consecutive",
+    skipping: "position_ids is other than consecutive",
     dense_mask: "leave attention_mask out",
     another_cache: "DynamicCache(config=model.config)",
     padded_within: "padding within or behind",
@@ -274,3 +279,15 @@ def test_a_dense_mask_is_refused_by_a_layer_called_alone(make_model):
 def test_a_model_of_another_kind_is_refused():
     with pytest.raises(ValueError, match="model is a Linear"):
         enable(nn.Linear(2, 2))
+
+
+def test_documents_packed_by_position_ids_are_documents_alone(make_model, tokens):
+    model, ids = enable(make_model()), tokens(1, 48)
+    parts = ids.split([17, 1, 30], dim=1)
+    positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
+    found = model(ids, position_ids=positions).logits
+    alone = [model(part).logits for part in parts]
+    torch.testing.assert_close(found, torch.cat(alone, dim=1), **TIGHT)
+    gradients = torch.autograd.grad(found.square().sum(), model.lm_head.weight)
+    expected = torch.autograd.grad(torch.cat(alone, 1).square().sum(), model.lm_head.weight)
+    torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-2)

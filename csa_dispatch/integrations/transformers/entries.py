@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...functional import CompressorState, compress_kv, compress_kv_step, lightning_indexer
+from ...nn.rows import entry_positions
 
 Rotate = Callable[..., Tensor]
 Rotation = tuple[Tensor, Tensor]
 
 
 def pooled_entries(
-    part: Any, name: str, rotate: Rotate, hidden_states: Tensor, cache_layer: Any
-) -> Tensor:
-    """Every entry so far, normalised and rotated: ``[B, S, D]``.
+    part: Any,
+    name: str,
+    rotate: Rotate,
+    hidden_states: Tensor,
+    cache_layer: Any,
+    documents: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Every entry so far, normalised and rotated, ``[B, S, D]``; ``cu_seqlens_k`` when packed.
 
     Args:
         part: a compressor, or an indexer for its keys.
@@ -26,12 +31,15 @@ def pooled_entries(
         hidden_states: ``[B, T, d_model]``, the new tokens.
         cache_layer: holds the partial block and the entries of earlier tokens, and is brought up
             to date; None when there are none.
+        documents: ``cu_seqlens`` of packed documents, without a cache layer; or None.
     """
     values, gates = part.kv_proj(hidden_states), part.gate_proj(hidden_states)
     overlapping = values.shape[-1] != part.head_dim
-    bias, ratio, first = part.position_bias, part.compress_rate, 0
+    bias, ratio, first, cu_seqlens_k = part.position_bias, part.compress_rate, 0, None
     if cache_layer is None:
-        entries = compress_kv(values, gates, bias, ratio, overlapping=overlapping).entries
+        entries, cu_seqlens_k = compress_kv(
+            values, gates, bias, ratio, overlapping=overlapping, cu_seqlens=documents
+        )
     else:
         first = cache_layer.entry_count[name] * ratio
         state = _read_state(cache_layer, name, bias)
@@ -40,14 +48,14 @@ def pooled_entries(
         )
         _write_state(cache_layer, name, bias, state)
     entries = part.kv_norm(entries)
-    positions = torch.arange(entries.shape[1], device=entries.device) * ratio + first
+    positions = entry_positions(entries.shape[1], ratio, cu_seqlens_k, entries.device) + first
     rotation = part.rotary_emb(
         entries, position_ids=positions[None], layer_type=part.rope_layer_type
     )
     entries = rotate(entries[:, None], *rotation)[:, 0]
     if cache_layer is not None:
         entries = cache_layer.update_compressor_states(name, entries)
-    return entries
+    return entries, cu_seqlens_k
 
 
 def _read_state(cache_layer: Any, name: str, bias: Tensor) -> CompressorState | None:
@@ -77,7 +85,7 @@ def picked_entries(
     hidden_states: Tensor,
     residual: Tensor,
     keys: Tensor,
-    past: int,
+    **bounds: Any,
 ) -> Tensor:
     """The ``index_topk`` best entries of each token, int32 ``[B, T, K]``, -1 unused.
 
@@ -85,7 +93,7 @@ def picked_entries(
         rotation: cos and sin at the tokens' positions.
         residual: ``[B, T, q_lora_rank]``, the normalised low-rank query.
         keys: ``[B, S, index_head_dim]``.
-        past: tokens before the first of these.
+        bounds: ``past``, or ``cu_seqlens`` and ``cu_seqlens_k``, of ``lightning_indexer``.
     """
     query = indexer.q_b_proj(residual).unflatten(-1, (-1, indexer.head_dim)).transpose(1, 2)
     scorer = indexer.scorer
@@ -96,6 +104,6 @@ def picked_entries(
         weights,
         max(1, min(indexer.index_topk, keys.shape[1])),
         compress_ratio=indexer.compress_rate,
-        past=past,
         scale=scorer.softmax_scale,
+        **bounds,
     )

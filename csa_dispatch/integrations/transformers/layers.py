@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...api import attention
 from ...functional import attention_with_past
 from .entries import Rotation, picked_entries, pooled_entries
 from .left_padding import run_rows
@@ -26,11 +27,13 @@ def attention_forward(
     attention_mask: Tensor | None = None,
     cache: Any = None,
     padding: Sequence[int] | None = None,
+    documents: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """``DeepseekV4Attention.forward``, but that it returns no attention weights.
 
-    ``padding``, which the enabled model gives, is each row's padding on the left.
+    The enabled model gives ``padding``, each row's on the left, and ``documents``, the
+    ``cu_seqlens`` of documents packed into one row.
 
     Raises:
         ValueError: a mask is given, or dropout is on in training.
@@ -61,31 +64,32 @@ def attention_forward(
     if cache is not None:
         past, cache_layer = cache.get_seq_length(self.layer_idx), cache.layers[self.layer_idx]
         local_kv = cache.update(local_kv, local_kv, self.layer_idx, kwargs=kwargs)[0]
-    entries = picks = ratio = None
+    entries = picks = ratio = cu_seqlens_k = None
     if self.compressor is not None:
-        entries = pooled_entries(
-            self.compressor, "compressor", rotate, hidden_states, cache_layer
-        )[:, None]
+        pool = (rotate, hidden_states, cache_layer, documents)
+        entries, cu_seqlens_k = pooled_entries(self.compressor, "compressor", *pool)
+        entries = entries[:, None]
         indexer = getattr(self.compressor, "indexer", None)
         if indexer is None:
             ratio = self.compressor.compress_rate
         else:
             with torch.no_grad():  # indices carry no gradient
-                keys = pooled_entries(indexer, "indexer", rotate, hidden_states, cache_layer)
+                keys, _ = pooled_entries(indexer, "indexer", *pool)
+                bounds = {"cu_seqlens": documents, "cu_seqlens_k": cu_seqlens_k, "past": past}
                 picks = picked_entries(
-                    indexer, rotate, rotation, hidden_states, residual, keys, past
+                    indexer, rotate, rotation, hidden_states, residual, keys, **bounds
                 )
-    output = attention_with_past(
-        query,
-        local_kv,
-        entries,
-        picks,
-        self.sinks,
-        past=past,
-        sliding_window_size=self.sliding_window,
-        compress_ratio=ratio,
-        scale=self.scaling,
-    )
+    tensors = (query, local_kv, entries, picks, self.sinks)
+    scalars = {
+        "sliding_window_size": self.sliding_window,
+        "compress_ratio": ratio,
+        "scale": self.scaling,
+    }
+    if documents is not None:
+        offsets = {"cu_seqlens": documents, "cu_seqlens_k": cu_seqlens_k}
+        output = attention(*tensors, **offsets, **scalars)
+    else:
+        output = attention_with_past(*tensors, past=past, **scalars)
     # Values carry their rotation; turning back by the query's position makes it relative.
     cos, sin = rotation
     output = rotate(output.transpose(1, 2), cos, -sin, unsqueeze_dim=2)

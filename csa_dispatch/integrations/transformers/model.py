@@ -50,7 +50,7 @@ def _refuse(field: str, actual: str, required: str, remedy: str) -> NoReturn:
 
 
 def _for_the_layers(config: Any, inputs: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Checks a call and returns the arguments that padding on the left changes."""
+    """Checks a call and returns the arguments that padding on the left or packing changes."""
     cache = _first(kwargs, "cache", "past_key_values")
     batch, tokens = inputs.shape[:2]
     past = 0 if cache is None else cache.get_seq_length()
@@ -59,8 +59,12 @@ def _for_the_layers(config: Any, inputs: Tensor, kwargs: dict[str, Any]) -> dict
         _check_cache(cache, config)
     positions = torch.arange(past, past + tokens, device=inputs.device)[None]
     if total is None:
-        _check_positions(kwargs.get("position_ids"), positions)
-        return {}
+        given = kwargs.get("position_ids")
+        documents = _packed(given) if cache is None else None
+        if documents is None:
+            _check_positions(given, positions)
+            return {}
+        return {"documents": documents, "use_cache": False}
     positions = positions - torch.tensor(total, device=inputs.device)[:, None]
     _check_positions(kwargs.get("position_ids"), positions)
     if cache is None and _uses_cache(config, kwargs):
@@ -114,6 +118,21 @@ def _left_padding(mask: Any, cache: Any, past: int, tokens: int) -> list[int] | 
     )
 
 
+def _packed(positions: Tensor | None) -> Tensor | None:
+    """``cu_seqlens`` of documents packed into one row, each counted from 0; None for others."""
+    if positions is None or positions.shape[0] != 1:
+        return None
+    row = positions[0]
+    starts = (row == 0).nonzero()[:, 0]
+    if starts.shape[0] < 2 or int(starts[0]) != 0:
+        return None
+    token = torch.arange(row.shape[0], device=row.device)
+    document = torch.searchsorted(starts, token, right=True) - 1
+    if not torch.equal(row, (token - starts[document]).to(row.dtype)):
+        return None
+    return torch.nn.functional.pad(starts, (0, 1), value=row.shape[0]).to(torch.int32)
+
+
 def _check_positions(given: Tensor | None, expected: Tensor) -> None:
     """Positions count from each row's first token; those of padding are free."""
     if given is None:
@@ -122,9 +141,8 @@ def _check_positions(given: Tensor | None, expected: Tensor) -> None:
         _refuse(
             "position_ids",
             "other than consecutive",
-            "consecutive, from a row's first token on",
-            "transformers pools across documents packed by position_ids. Leave position_ids out, "
-            "and give documents rows of their own.",
+            "consecutive from a row's first token on, or from 0 again for documents in one row",
+            "Leave position_ids out, and pack documents into a batch of one row without a cache.",
         )
 
 

@@ -23,10 +23,11 @@ def enable(model: Model) -> Model:
     memory grows linearly with the tokens. Which backend runs follows ``attention()``: policy,
     ``use_backend`` and environment.
 
-    Rows padded on the left are computed one by one, as if alone; transformers lets their padding
-    into the compressed entries. Refused at the call, with a Reason: other masks, packed
-    ``position_ids``, caches other than ``DynamicCache(config=...)``, ``output_attentions``.
-    Attention dropout in training is a ValueError there.
+    Rows padded on the left are computed one by one, as if alone, and so are documents that
+    ``position_ids`` mark in one row; transformers lets padding and other documents into the
+    compressed entries. Refused at the call, with a Reason: other masks and positions, caches
+    other than ``DynamicCache(config=...)``, ``output_attentions``. Attention dropout in training
+    is a ValueError there.
 
     Args:
         model: a ``DeepseekV4ForCausalLM`` or ``DeepseekV4Model``, or a module that holds one or
