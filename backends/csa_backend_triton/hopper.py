@@ -77,9 +77,12 @@ def supports_backward(spec: CallSpec) -> bool:
 
     Its fp32 sums must fit: those of both KV tensors in ``WORKSPACE``, or the pool's alone in
     ``ORDERED_SUMS`` when they are added in a fixed order. It would be wasteful for the sink's
-    gradient alone.
+    gradient alone, and for few heads of a dense-compressed call, of which the portable kernels
+    put several tokens' into one tile.
     """
     fitting = _fits(spec) and spec.dtype == "bfloat16" and any(spec.needs_grad[:3])
+    if spec.kind is Kind.DENSE and spec.heads <= 16:
+        return False
     if spec.deterministic:
         pool_bytes = spec.batch * spec.pool * HEAD_DIM * 4
         return fitting and spec.kind is not Kind.DENSE and pool_bytes <= ORDERED_SUMS
