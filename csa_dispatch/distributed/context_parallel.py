@@ -112,9 +112,10 @@ def context_parallel_attention(
         )
         for part in _parts(local)
     ]
-    tokens = call.query.shape[2]
+    dropped, tokens = local.query.shape[2] - call.query.shape[2], call.query.shape[2]
+    # Not narrow: its backward would fill a whole gradient before it copies into it.
     output, lse = (
-        (found[0] if len(found) == 1 else torch.cat(found)).narrow(2, -tokens, tokens)
+        (found[0] if len(found) == 1 else torch.cat(found)).split([dropped, tokens], dim=2)[1]
         for found in zip(*results, strict=True)
     )
     order = LAYOUTS[layout]
@@ -156,7 +157,7 @@ def _with_neighbours(call: Call, halo: int, shards: Shards) -> Call:
         indices = F.pad(indices, (0, 0, rows - tokens, 0), value=-1)
     offsets, pool_offsets = _offsets(call, pool, shards.rank * tokens - (rows - tokens), rows)
     return call._replace(
-        query=F.pad(call.query, (0, 0, rows - tokens, 0)) if rows > tokens else call.query,
+        query=_after_zeros(call.query, rows - tokens),
         local_kv=local_kv,
         sparse_kv=pool,
         kv_indices=indices,
@@ -164,6 +165,14 @@ def _with_neighbours(call: Call, halo: int, shards: Shards) -> Call:
         cu_seqlens=offsets,
         cu_seqlens_k=pool_offsets,
     )
+
+
+def _after_zeros(query: Tensor, count: int) -> Tensor:
+    """``query`` after ``count`` rows of zeros; unlike pad's, its gradient is a view."""
+    if not count:
+        return query
+    batch, heads, _, head_dim = query.shape
+    return torch.cat((query.new_zeros(batch, heads, count, head_dim), query), dim=2)
 
 
 def _offsets(

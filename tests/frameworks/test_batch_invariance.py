@@ -1,4 +1,4 @@
-"""What docs/frameworks.md says of batch invariance; of the Triton kernels, see their own tests."""
+"""What docs/pytorch.md says of batch invariance; of the Triton kernels, see their own tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/frameworks.md says of the Triton kernels and batch invariance."""
+"""What docs/pytorch.md says of the Triton kernels and batch invariance."""
 
 from __future__ import annotations
 
