@@ -214,6 +214,7 @@ def test_validation_holds_under_tracing() -> None:
 
 VALUE_FAULTS = {
     "start": ({"cu_seqlens": torch.tensor([1, 4, 8])}, "cu_seqlens is 1 at its start"),
+    "pool start": ({"cu_seqlens_k": torch.tensor([-1, 3, 6])}, "cu_seqlens_k is -1 at its start"),
     "decrease": ({"cu_seqlens": torch.tensor([0, 6, 4])}, "cu_seqlens is 6, 4"),
     "past the end": ({"cu_seqlens": torch.tensor([0, 4, 9])}, "cu_seqlens is 9 at its end"),
     "pool end": ({"cu_seqlens_k": torch.tensor([0, 3, 7])}, "cu_seqlens_k is 7 at its end"),
@@ -247,6 +248,14 @@ def test_check_values_of_the_environment_holds_for_plans(environment: Any) -> No
 
 def test_check_values_passes_good_calls_and_decreasing_ids_fail() -> None:
     attention(**arguments(), check_values=True)
+    begun_before = torch.tensor([-3, 4, 8], dtype=torch.int32)
+    pool_offsets = torch.tensor([0, 3, 6], dtype=torch.int32)
+    packed = arguments(
+        kv_indices=torch.zeros(1, 8, 2, dtype=torch.int64),
+        cu_seqlens=begun_before,
+        cu_seqlens_k=pool_offsets,
+    )
+    attention(**packed, check_values=True)
     ids = torch.tensor([[0, 0, 1, 1, 0, 2, 2, 2]])
     with pytest.raises(ValueError, match=r"doc_ids is decreasing at \[0, 4\]"):
         attention(**arguments(doc_ids=ids), check_values=True)
