@@ -32,8 +32,8 @@ def tile_of(call: CompressorCall) -> Tile:
     """All slots of an entry by as many channels as fit."""
     slots = _power_of_two(call.slots)
     columns = max(16, min(_power_of_two(call.head_dim), TILE // slots))
-    # Eight warps took 1.2 to 3.4 times as long on an H200: sums over slots cross them.
-    return Tile(slots, columns, 4)
+    # Sums over slots cross warps: for few slots eight took up to 3.4 times as long on an H200.
+    return Tile(slots, columns, 8 if slots > 16 and slots * columns >= 4096 else 4)
 
 
 def _tables(call: CompressorCall) -> tuple[Tensor | None, Tensor | None]:

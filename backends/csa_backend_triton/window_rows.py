@@ -19,13 +19,11 @@ MAX_WINDOW = 512
 def keeps_window(operands: Operands) -> bool:
     """Whether the window's gradient comes from stored scores rather than from new ones.
 
-    Recomputing takes the whole head dimension in registers, so wide heads store; and so does
-    bf16 of head_dim 128, whose whole backward gains a tenth on an H200. Tiles that pack several
-    tokens' heads do not store, since their groups are too small to gain.
+    Recomputing takes the whole head dimension in registers, so wide heads store. (bf16 of
+    head_dim 128 would gain a tenth on an H200, but its results there have not been checked.)
+    Tiles that pack several tokens' heads do not store: their groups are too small to gain.
     """
-    size = operands.head_dim.size
-    measured = size == 128 and operands.call.query.dtype == torch.bfloat16
-    wide = size > 256 or measured
+    wide = operands.head_dim.size > 256
     return wide and operands.group > 4 and 0 < operands.window <= MAX_WINDOW
 
 
