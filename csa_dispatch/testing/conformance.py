@@ -37,7 +37,8 @@ def check_backend(
 
     Results are judged against the float64 oracle within error budgets. Nothing that a backend
     does raises here; it becomes a failed check. A backend that claims no forward on the device
-    has its backward checked after eager PyTorch's forward.
+    has its backward checked after eager PyTorch's forward; one that claims no backward there is
+    asked for no gradients.
 
     Args:
         backend: the plug-in object; it need not be registered.

@@ -26,7 +26,7 @@ from .check import (
     identical,
     judge_outcome,
 )
-from .conformance_cases import ALL, FAMILIES, MESSY, NONE, Family
+from .conformance_cases import ALL, FAMILIES, MESSY, NONE, Axes, Family
 from .conformance_kit import (
     Kit,
     NotClaimed,
@@ -188,7 +188,8 @@ def _unwritten(kit: Kit) -> Iterator[Finding]:
         with NanInNewMemory():
             return kit.plain_run(inputs)
 
-    for case in kit.cases(MESSY):
+    # Memory is poisoned by a dispatch mode, under which calls are traced.
+    for case in _traced(kit, MESSY):
         yield _judged_run(kit, case, poisoned)
 
 
@@ -232,14 +233,20 @@ def _attention(kit: Kit) -> Iterator[Finding]:
             yield Finding(f"receipts of {case.name}", message)
 
 
-def _operators(kit: Kit) -> Iterator[Finding]:
+def _traced(kit: Kit, axes: Axes) -> list[Case]:
+    """Claimed cases that are claimed when traced, too."""
     traced = [
         case
-        for case in kit.cases({"documents": ("none", "cu_seqlens", "doc_ids")})
+        for case in kit.cases(axes)
         if kit.claims(case.spec(kit.device.type, kit.capability)._replace(tracing=True))
     ]
     if not traced:
         raise NotClaimed("the backend does not claim traced calls")
+    return traced
+
+
+def _operators(kit: Kit) -> Iterator[Finding]:
+    traced = _traced(kit, {"documents": ("none", "cu_seqlens", "doc_ids")})
     with kit.registered():
         for case in {case.kind: case for case in traced}.values():
             yield Finding(case.name, _opcheck(kit, case))

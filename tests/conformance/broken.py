@@ -265,6 +265,12 @@ class ForwardOnly(Broken):
     backward_capabilities = None
 
 
+class ForwardHere(Broken):
+    """With a backward, on another device."""
+
+    backward_capabilities = Capabilities(device_type=OneOf(("npu",), others=("cpu",)))
+
+
 class BackwardOnly(Broken):
     forward_capabilities = Capabilities(device_type=OneOf(("npu",), others=("cpu",)))
 

@@ -57,14 +57,17 @@ def test_each_fault_fails_its_check_and_is_named(kind, check, message):
         report.raise_if_failed()
 
 
-@pytest.mark.parametrize("kind", [broken.NotTraceable, broken.ForwardOnly, broken.BackwardOnly])
+@pytest.mark.parametrize(
+    "kind", [broken.NotTraceable, broken.ForwardOnly, broken.ForwardHere, broken.BackwardOnly]
+)
 def test_what_is_not_claimed_is_not_held_against_a_backend(kind):
     report = check_backend(kind())
     report.raise_if_failed()
     unsupported = {item.name for item in report.checks if item.status == "unsupported"}
     expected = {
-        broken.NotTraceable: {"determinism", "operators", "sync"},
+        broken.NotTraceable: {"determinism", "operators", "unwritten", "sync"},
         broken.ForwardOnly: {"pairing", "field_cases", "refusals", "sync"},
+        broken.ForwardHere: {"pairing", "field_cases", "refusals", "sync"},
         broken.BackwardOnly: {"refusals", "sync"},
     }
     assert unsupported == expected[kind]
