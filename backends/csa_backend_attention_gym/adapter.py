@@ -93,8 +93,8 @@ class AttentionGymBackend(Backend):
     Args:
         side: on CUDA, "triton" or "cute" (FlashAttention-4's kernels, SM100 and SM103) for one
             side's kernels, or "auto" for CuTe where it can run the call.
-        most_unrolled: most slots, and most window tiles, that the Triton forward may unroll
-            outside Blackwell. Compile time grows steeply with them.
+        most_unrolled: most slots (half of it at head_dim 512), and most window tiles, that the
+            Triton forward may unroll outside Blackwell. Compile time grows steeply with them.
         recompute_p: False keeps the probabilities for the CuTe backward, where the version can.
     """
 

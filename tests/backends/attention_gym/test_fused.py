@@ -14,7 +14,7 @@ from csa_dispatch import Backend, CallSpec, Decision, Kind
 from csa_dispatch.testing import Case, build, to_call
 
 NOTHING, ALL = (False,) * 4, (True,) * 4
-SPEC = CallSpec(slots=16, needs_grad=NOTHING)
+SPEC = CallSpec(slots=8, needs_grad=NOTHING)
 WINDOW = SPEC._replace(kind=Kind.WINDOW, pool=0, slots=0, index_dtype="none")
 
 
@@ -54,7 +54,8 @@ def flash_attention(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"slots": 17}, "unrolled_slots"),
+        ({"slots": 9}, "unrolled_slots"),
+        ({"slots": 17, "head_dim": 128}, "unrolled_slots"),
         ({"slots": 512}, "unrolled_slots"),
         ({"window": 242}, "unrolled_window"),
         ({"window": 1024, "head_dim": 64}, "unrolled_window"),
@@ -78,8 +79,10 @@ def test_on_hopper_what_would_not_compile_or_be_right_has_a_reason(change: dict,
 
 def test_the_bound_on_unrolling_is_an_option():
     more = AttentionGymBackend(most_unrolled=64)
-    assert decide(SPEC._replace(slots=64), "sm_90", more).forward == "attention_gym"
-    assert fields(decide(SPEC._replace(slots=65), "sm_90", more)) == ["unrolled_slots"]
+    narrow = SPEC._replace(head_dim=128)
+    assert decide(narrow._replace(slots=16), "sm_90").forward == "attention_gym"
+    assert decide(narrow._replace(slots=64), "sm_90", more).forward == "attention_gym"
+    assert fields(decide(narrow._replace(slots=65), "sm_90", more)) == ["unrolled_slots"]
 
 
 @pytest.mark.parametrize("device", ["sm_90", "sm_80"])

@@ -54,7 +54,7 @@ def main() -> None:
     cases.append(Case(tokens=14, head_dim=16, heads=2, kv_heads=2))
     run = backend_run(Fused())
     results = [check_case(case, run) for case in cases]
-    small = CallSpec(slots=16, needs_grad=(False,) * 4)
+    small = CallSpec(slots=8, needs_grad=(False,) * 4)
     found = {
         "version": features().version,
         "packed_offsets": features().packed_offsets,
