@@ -108,7 +108,8 @@ def support_table(shown: Sequence[Backend]) -> str:
         for predicate in _predicates(backend)
     ]
     if notes:
-        lines += ["", "Besides:", "", *notes]
+        # Forward and backward may be bounded by predicates of their own that say the same.
+        lines += ["", "Besides:", "", *dict.fromkeys(notes)]
     return "\n".join(lines)
 
 
