@@ -87,6 +87,8 @@ def context_parallel_attention(
         scale,
         layout,
     )
+    if type(query).__name__ == "DTensor":
+        fail("query", "a DTensor", "this rank's tensor", "Pass query.to_local().", TypeError)
     if any_autocast():  # before the exchange: what is sent is what is computed with
         arguments = autocast_arguments(arguments)
     call = checked_call(arguments)

@@ -8,7 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from csa_dispatch import attention
 from csa_dispatch.call import Kind
 from csa_dispatch.call_spec import GRADIENT_INPUTS
 from csa_dispatch.distributed import context_parallel_attention, gather_shards
@@ -147,7 +150,22 @@ def refuse_uneven_shards() -> None:
         context_parallel_attention(rows, rows, sliding_window_size=3, check_values=True)
 
 
+def split_along_tokens_by_dtensor() -> None:
+    """DTensor has no rule for it, so attention() gets whole tensors; the other way refuses."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(0))
+    split = distribute_tensor(whole, mesh, [Shard(2)])
+    output = attention(split, split, sliding_window_size=3)
+    torch.testing.assert_close(
+        output.full_tensor(),  # type: ignore[attr-defined]
+        attention(whole, whole, sliding_window_size=3),
+    )
+    with pytest.raises(TypeError, match=r"query is a DTensor.*to_local"):
+        context_parallel_attention(split, split, sliding_window_size=3)
+
+
 def two_processes() -> None:
+    split_along_tokens_by_dtensor()
     compare_with_one_process()
     judge_by_budget()
     compile_a_step()
