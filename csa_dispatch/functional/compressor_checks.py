@@ -20,6 +20,17 @@ def check_ratio(compress_ratio: int) -> None:
         fail("compress_ratio", compress_ratio, "1 or more tokens an entry")
 
 
+def check_dense(name: str, tensor: Tensor | None, first: Tensor, of: str) -> None:
+    """Raise unless ``tensor`` is a dense one on the device of ``first``, the argument ``of``."""
+    if not isinstance(tensor, Tensor):
+        fail(name, type(tensor).__name__, "a torch.Tensor", error=TypeError)
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
+        fail(name, kind, "a dense (strided) tensor")
+    if tensor.device != first.device:
+        fail(name, f"on {tensor.device}", f"on the device of {of}, {first.device}")
+
+
 def check_compressor(
     values: Tensor,
     gates: Tensor,
@@ -32,14 +43,14 @@ def check_compressor(
     check_ratio(compress_ratio)
     if overlapping is None:
         overlapping = compress_ratio == OVERLAPPING_RATIO
+    if not isinstance(overlapping, bool):
+        kind = type(overlapping).__name__
+        fail("overlapping", f"{overlapping!r} ({kind})", "a bool or None", error=TypeError)
     tensors = {"values": values, "gates": gates, "position_bias": position_bias}
     if cu_seqlens is not None:
         tensors["cu_seqlens"] = cu_seqlens
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            fail(name, type(tensor).__name__, "a torch.Tensor", error=TypeError)
-        if tensor.device != values.device:
-            fail(name, f"on {tensor.device}", f"on values' device, {values.device}")
+        check_dense(name, tensor, values, "values")
     if values.dtype not in DTYPES:
         fail("values", values.dtype, "float64, float32, bfloat16 or float16", error=TypeError)
     if values.ndim != 3 or min(values.shape) < 1:

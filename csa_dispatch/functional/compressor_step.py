@@ -10,7 +10,7 @@ from torch import Tensor
 from csa_dispatch.validation import fail
 
 from .compressor import compress_kv
-from .compressor_checks import check_compressor
+from .compressor_checks import check_compressor, check_dense
 
 
 class CompressorState(NamedTuple):
@@ -95,6 +95,18 @@ def _check_state(
     if not isinstance(state, CompressorState):
         kind = type(state).__name__
         fail("state", f"a {kind}", "a CompressorState or None", error=TypeError)
+    if (state.previous_values is None) != (state.previous_gates is None):
+        name = "previous_values" if state.previous_values is None else "previous_gates"
+        fail(f"state.{name}", "None", "given with the other", "Pass the last step's state.")
+    for name, tensor in state._asdict().items():
+        if tensor is None:
+            continue
+        check_dense(f"state.{name}", tensor, values, "values")
+        if tensor.dtype != values.dtype:
+            required = f"of values' dtype, {values.dtype}"
+            fail(f"state.{name}", tensor.dtype, required, "Pass the last step's state.")
+        if tensor.ndim != 3:
+            fail(f"state.{name}", f"of shape {list(tensor.shape)}", "of three dimensions")
     batch, _, channels = values.shape
     partial = state.values.shape[1]
     wanted = {"values": [batch, partial, channels], "gates": [batch, partial, channels]}

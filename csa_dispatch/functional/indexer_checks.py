@@ -7,14 +7,14 @@ from torch import Tensor
 
 from csa_dispatch.validation import DTYPES, MAX_ROWS, MAX_SCALE, fail
 
-from .compressor_checks import check_offsets, check_ratio
+from .compressor_checks import check_dense, check_offsets, check_ratio
 
 
 def check_operands(index_query: Tensor, index_keys: Tensor, weights: Tensor) -> None:
     """Raise unless the three tensors fit together."""
     tensors = {"index_query": index_query, "index_keys": index_keys, "weights": weights}
     for name, tensor in tensors.items():
-        _check_dense(name, tensor, index_query)
+        check_dense(name, tensor, index_query, "index_query")
     shape = list(index_query.shape)
     if index_query.dtype not in DTYPES:
         required = "float64, float32, bfloat16 or float16"
@@ -50,7 +50,7 @@ def check_documents(
     for name, value in offsets.items():
         if value is None:
             fail(name, f"None with {next(iter(given))}", "given", "Pass both offset tensors.")
-        _check_dense(name, value, index_query)
+        check_dense(name, value, index_query, "index_query")
         check_offsets(value, index_query.shape[0], name)
     assert cu_seqlens is not None
     assert cu_seqlens_k is not None
@@ -85,20 +85,10 @@ def check_scale(scale: float | None) -> None:
 
 def check_picks(kv_indices: Tensor, index_query: Tensor) -> None:
     """Raise unless ``kv_indices`` holds picks of the query's tokens."""
-    _check_dense("kv_indices", kv_indices, index_query)
+    check_dense("kv_indices", kv_indices, index_query, "index_query")
     if kv_indices.dtype not in (torch.int32, torch.int64):
         fail("kv_indices", kv_indices.dtype, "int32 or int64", "Cast it.", TypeError)
     wanted = [index_query.shape[0], index_query.shape[2]]
     if kv_indices.ndim != 3 or list(kv_indices.shape[:2]) != wanted:
         required = f"[{wanted[0]}, {wanted[1]}, K], shared by all heads"
         fail("kv_indices", f"of shape {list(kv_indices.shape)}", required)
-
-
-def _check_dense(name: str, tensor: Tensor, index_query: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        fail(name, type(tensor).__name__, "a torch.Tensor", error=TypeError)
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
-        fail(name, kind, "a dense (strided) tensor")
-    if tensor.device != index_query.device:
-        fail(name, f"on {tensor.device}", f"on index_query's device, {index_query.device}")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csa_dispatch.transforms import refuse_transforms
+from csa_dispatch.transforms import outside_autocast, refuse_transforms
 
 from .indexer_loss_checks import check_indexer_loss
 from .teacher import Teacher, loss_and_gradient
@@ -120,7 +120,8 @@ def indexer_kl_loss(
 )
 def _indexer_kl_loss(index_scores: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Loss and whether it counts, ``[B, T]``, and its gradient ``[B, T, K]`` (or empty)."""
-    return loss_and_gradient(index_scores, Teacher(*arguments[:-1]), arguments[-1])
+    with outside_autocast(index_scores.device.type):
+        return loss_and_gradient(index_scores, Teacher(*arguments[:-1]), arguments[-1])
 
 
 @_indexer_kl_loss.register_fake

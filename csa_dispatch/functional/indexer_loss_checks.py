@@ -7,7 +7,7 @@ from torch import Tensor
 
 from csa_dispatch.validation import DTYPES, MAX_SCALE, fail
 
-from .compressor_checks import check_offsets, check_ratio
+from .compressor_checks import check_dense, check_offsets, check_ratio
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -54,10 +54,7 @@ def check_indexer_loss(
     for name, tensor in tensors.items():
         if tensor is None and name not in ("index_scores", "query", "sparse_kv"):
             continue
-        if not isinstance(tensor, Tensor):
-            fail(name, type(tensor).__name__, "a torch.Tensor", error=TypeError)
-        if tensor.device != index_scores.device:
-            fail(name, f"on {tensor.device}", f"on index_scores' device, {index_scores.device}")
+        check_dense(name, tensor, index_scores, "index_scores")
     _check_shapes(index_scores, query, sparse_kv, kv_indices)
     _check_lse("lse" if window_lse is None else "window_lse", lse, window_lse, query)
     _check_documents(cu_seqlens, cu_seqlens_k, query.shape[0])

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from ..api import attention
+from ..prepared import Arguments, autocast_arguments
+from ..transforms import any_autocast
+from ..validation import MAX_ROWS, fail, validate
 
 
 def attention_with_past(
@@ -41,15 +44,29 @@ def attention_with_past(
         ``[B, H, T, D]``.
 
     Raises:
-        ValueError: ``local_kv`` holds fewer rows than the window needs.
+        TypeError, ValueError: as ``attention()``; or ``past`` is no int of 0 or more, or
+            ``local_kv`` holds fewer rows than the window needs.
     """
+    arguments = Arguments(
+        query,
+        local_kv,
+        sparse_kv,
+        kv_indices,
+        attention_sink,
+        None,
+        None,
+        None,
+        sliding_window_size,
+        compress_ratio,
+        scale,
+        "BHSD",
+    )
+    if any_autocast():
+        arguments = autocast_arguments(arguments)
+        query, local_kv, sparse_kv = arguments[:3]
+    _check(arguments, past)
     before, tokens = local_kv.shape[2] - query.shape[2], query.shape[2]
     needed = min(past, max(sliding_window_size, 1) - 1)
-    if before < needed:
-        raise ValueError(
-            f"local_kv has {before} rows before the queries' own; it must have {needed}, "
-            f"the window's of {sliding_window_size} after {past} tokens."
-        )
     if past == 0 and before == 0:
         return attention(
             query,
@@ -81,7 +98,8 @@ def attention_with_past(
         return output[:, :, before:]
     rows = window_rows(query, before, sliding_window_size)
     if sparse_kv is not None and kv_indices is not None:
-        picks = torch.where(kv_indices < 0, -1, kv_indices + local_kv.shape[2])
+        unused = (kv_indices < 0) | (kv_indices >= sparse_kv.shape[2])
+        picks = torch.where(unused, -1, kv_indices + local_kv.shape[2])
         rows = torch.cat((rows, picks.to(rows.dtype)), dim=-1)
     pool = local_kv if sparse_kv is None else torch.cat((local_kv, sparse_kv), dim=2)
     return attention(
@@ -93,6 +111,42 @@ def attention_with_past(
         sliding_window_size=0,
         scale=scale,
     )
+
+
+def _check(arguments: Arguments, past: int) -> None:
+    """Raise for bad arguments before their parts are put together."""
+    if isinstance(past, bool) or not isinstance(past, (int, torch.SymInt)):
+        fail("past", f"{past!r} ({type(past).__name__})", "an int", error=TypeError)
+    if not 0 <= past <= MAX_ROWS:
+        fail("past", past, f"0 to {MAX_ROWS}")
+    query, local_kv, window = arguments.query, arguments.local_kv, arguments.sliding_window_size
+    before, own = 0, local_kv
+    if all(isinstance(x, Tensor) and x.ndim == 4 and not x.is_nested for x in (query, local_kv)):
+        before = local_kv.shape[2] - query.shape[2]
+        if before > 0:
+            own = local_kv[:, :, before:]
+    validate(
+        query,
+        own,
+        arguments.sparse_kv,
+        arguments.kv_indices,
+        arguments.attention_sink,
+        window,
+        None,
+        None,
+        arguments.scale,
+        None,
+        arguments.compress_ratio,
+        "BHSD",
+    )
+    needed = min(past, max(window, 1) - 1)
+    if before < needed:
+        fail(
+            "local_kv",
+            f"of {before} rows before the queries' own",
+            f"of {needed}",
+            f"That is the window of {window} after {past} tokens.",
+        )
 
 
 def complete_entries(query: Tensor, entries: int, past: int, compress_ratio: int) -> Tensor:

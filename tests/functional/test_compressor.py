@@ -306,6 +306,8 @@ OFFSETS = torch.tensor([0, 8], dtype=torch.int32)
         ({"compress_ratio": True}, TypeError, "compress_ratio is True"),
         ({"compress_ratio": 0}, ValueError, "compress_ratio is 0"),
         ({"values": [1]}, TypeError, "values is list"),
+        ({"gates": torch.zeros(1, 8, 6).to_sparse()}, ValueError, "gates is of layout"),
+        ({"overlapping": "no"}, TypeError, "overlapping is 'no'"),
         ({"values": torch.zeros(1, 8, 6, dtype=torch.int64)}, TypeError, "values is torch.int64"),
         ({"values": torch.zeros(8, 6)}, ValueError, r"values is of shape \[8, 6\]"),
         ({"values": torch.zeros(1, 8, 5)}, ValueError, "overlapping=False"),

@@ -93,6 +93,10 @@ def test_a_state_of_another_call_is_refused() -> None:
         compress_kv_step(values, gates, state, bias, 4, overlapping=False)
     with pytest.raises(TypeError, match="state is a tuple"):
         compress_kv_step(values, gates, tuple(state), bias, 4)  # pyright: ignore
+    with pytest.raises(ValueError, match=r"state\.values is torch\.float32"):
+        compress_kv_step(values.double(), gates.double(), state, bias, 4)
+    with pytest.raises(ValueError, match=r"state\.previous_gates is None"):
+        compress_kv_step(values, gates, state._replace(previous_gates=None), bias, 4)
     state = state._replace(values=values, gates=gates)
     with pytest.raises(ValueError, match="fewer than 4 tokens"):
         compress_kv_step(values, gates, state, bias, 4)

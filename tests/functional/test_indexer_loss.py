@@ -237,6 +237,15 @@ def test_a_teacher_over_all_entries_needs_no_attention_over_all() -> None:
     )
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_autocast_leaves_the_logits_in_fp32(dense: bool) -> None:
+    call = draw(dense=dense)
+    expected = loss_of(call)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = loss_of(call)
+    assert torch.equal(found, expected)
+
+
 def test_it_compiles_without_a_graph_break() -> None:
     call = draw()
     compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
@@ -275,6 +284,7 @@ GOOD = draw()
         ({"kv_indices": GOOD.query}, TypeError, "int32 or int64"),
         ({"query": GOOD.query[0]}, ValueError, "query is of shape"),
         ({"query": "q"}, TypeError, "query is str"),
+        ({"query": GOOD.query.to_sparse()}, ValueError, "query is of layout torch.sparse_coo"),
         ({"sparse_kv": GOOD.sparse_kv.expand(-1, 2, -1, -1)}, ValueError, "one shared head"),
         ({"sparse_kv": GOOD.sparse_kv.half()}, ValueError, "sparse_kv is torch.float16"),
         ({"index_scores": GOOD.index_scores[..., :2]}, ValueError, "index_scores is of shape"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -81,7 +83,66 @@ def test_one_token_costs_one_row(kind):
     assert receipt.spec.slots == {"window": 6, "gather": 6 + 5, "dense": 6 + ENTRIES}[kind]
 
 
-def test_rows_that_the_window_lacks_are_named():
-    query, local_kv, *_ = tensors("window")
-    with pytest.raises(ValueError, match="local_kv has 2 rows before the queries' own"):
-        attention_with_past(query[:, :, 20:], local_kv[:, :, 18:], past=20, sliding_window_size=6)
+@pytest.mark.parametrize("index", [2**32, 2**32 + 1, -(2**32), 2**31 - 1])
+def test_indices_outside_int32_are_unused(index: int):
+    query, local_kv, pool, picks, sink, _ = tensors("gather")
+    assert picks is not None
+    unused, outside = picks.clone(), picks.clone()
+    unused[..., 0], outside[..., 0] = -1, index
+    expected, found = (
+        attention_with_past(
+            query[:, :, 29:],
+            local_kv[:, :, 24:],
+            pool,
+            table[:, 29:],
+            sink,
+            past=29,
+            sliding_window_size=6,
+        )
+        for table in (unused, outside)
+    )
+    assert torch.equal(found, expected)
+
+
+def test_autocast_casts_what_attention_casts():
+    query, local_kv, pool, picks, *_ = tensors("gather", torch.float32)
+    assert picks is not None
+    call = local_kv.bfloat16()[:, :, 24:], pool, picks[:, 29:]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention_with_past(query[:, :, 29:], *call, past=29, sliding_window_size=6)
+    assert found.dtype == torch.bfloat16
+
+
+GOOD: dict[str, Any] = dict(
+    zip(
+        ("query", "local_kv", "sparse_kv", "kv_indices", "attention_sink"),
+        tensors("gather"),
+        strict=False,
+    )
+)
+GOOD |= {"query": GOOD["query"][:, :, 29:], "kv_indices": GOOD["kv_indices"][:, 29:]}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"past": -1}, ValueError, "past is -1"),
+        ({"past": 29.0}, TypeError, r"past is 29\.0"),
+        ({"query": [1]}, TypeError, "query is list"),
+        ({"local_kv": GOOD["local_kv"][:, 0]}, ValueError, "local_kv is of shape"),
+        ({"local_kv": GOOD["local_kv"][:, :, 27:]}, ValueError, "local_kv is of 2 rows before"),
+        ({"local_kv": GOOD["local_kv"][:, :, :0]}, ValueError, "local_kv is of shape"),
+        ({"sparse_kv": GOOD["sparse_kv"].float()}, ValueError, "sparse_kv is torch.float32"),
+        ({"sparse_kv": GOOD["sparse_kv"][:1]}, ValueError, "sparse_kv is of shape"),
+        ({"sparse_kv": None}, ValueError, "kv_indices is given"),
+        ({"kv_indices": None}, ValueError, "kv_indices is None with sparse_kv"),
+        ({"kv_indices": GOOD["kv_indices"].float()}, TypeError, "kv_indices is torch.float32"),
+        ({"kv_indices": GOOD["kv_indices"][:1]}, ValueError, "kv_indices is of shape"),
+        ({"compress_ratio": 4}, ValueError, "compress_ratio is 4 with kv_indices"),
+        ({"kv_indices": None, "compress_ratio": 0}, ValueError, "compress_ratio is 0"),
+        ({"sliding_window_size": -1}, ValueError, "sliding_window_size is -1"),
+    ],
+)
+def test_bad_arguments_are_named(change, error, match):
+    with pytest.raises(error, match=match):
+        attention_with_past(**{**GOOD, "past": 29, "sliding_window_size": 4, **change})
