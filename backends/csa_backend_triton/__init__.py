@@ -1,10 +1,18 @@
 """Triton kernels of compressed sparse attention, forward and backward, SM80 to SM120."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 from .backend import TritonBackend
+
+if TYPE_CHECKING:
+    from csa_dispatch.call_spec import CallSpec
 
 backend = TritonBackend()
 
-__all__ = ["TritonBackend", "backend", "load_tiles"]
+__all__ = ["TritonBackend", "backend", "load_tiles", "warmup"]
 
 
 def load_tiles(path: str) -> int:
@@ -16,3 +24,19 @@ def load_tiles(path: str) -> int:
     from .tuner import load_tiles as load
 
     return load(path)
+
+
+def warmup(specs: Iterable[CallSpec], workers: int = 4) -> int:
+    """Compile ahead what calls launch, ``workers`` processes at a time; how many kernels.
+
+    Args:
+        specs: calls; ``capability`` is this GPU's, ``needs_grad`` says whether to compile a
+            backward too.
+        workers: processes.
+
+    Raises:
+        ValueError: a spec without a capability.
+    """
+    from .compiling import warmup as compile_all
+
+    return compile_all(specs, workers)

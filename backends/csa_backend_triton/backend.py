@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from functools import lru_cache
 from importlib import metadata
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 
 from torch import Tensor
 
 from csa_dispatch.backend import Availability, Backend
 from csa_dispatch.call import Call, Gradients, token_bounds
-from csa_dispatch.call_spec import CallSpec, deterministic_mode, spec_of
+from csa_dispatch.call_spec import CallSpec, spec_of
 from csa_dispatch.capabilities import Between, Capabilities, OneOf
 from csa_dispatch.reasons import Reason
 
+from .choice import backward_of, forward_of
 from .compressor import TritonCompressor
 from .indexer import TritonIndexer
 from .interpreter import is_interpreted
@@ -44,14 +43,6 @@ def _capabilities() -> Capabilities:
         predicates=(_compute_capability,),
         remedies=(("device_type", "set TRITON_INTERPRET=1 before start"),),
     )
-
-
-@lru_cache
-def _hopper() -> ModuleType | None:
-    """The warp-specialised kernels, where they are installed and can be compiled."""
-    if is_interpreted() or importlib.util.find_spec(f"{__package__}.hopper") is None:
-        return None
-    return importlib.import_module(f"{__package__}.hopper")
 
 
 class TritonBackend(Backend):
@@ -84,13 +75,7 @@ class TritonBackend(Backend):
         return Availability(f"triton {version}" + (" interpreted" if is_interpreted() else ""))
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        bounds = token_bounds(call)
-        hopper = _hopper()
-        if hopper is not None and hopper.supports_forward(spec_of(call, NO_GRADIENT)):
-            return hopper.forward(call, bounds)
-        from .portable_forward import forward
-
-        return forward(call, bounds)
+        return forward_of(spec_of(call, NO_GRADIENT))(call, token_bounds(call))
 
     def backward(
         self,
@@ -100,13 +85,9 @@ class TritonBackend(Backend):
         grad_output: Tensor,
         needs: tuple[bool, bool, bool, bool],
     ) -> Gradients:
-        bounds = token_bounds(call)
-        hopper = _hopper()
-        if hopper is not None and hopper.supports_backward(spec_of(call, needs)):
-            return hopper.backward(call, bounds, output, lse, grad_output, needs)
-        from .portable_backward import backward
-
-        return backward(call, bounds, output, lse, grad_output, needs, deterministic_mode())
+        spec, bounds = spec_of(call, needs), token_bounds(call)
+        run = backward_of(spec)
+        return run(call, bounds, output, lse, grad_output, needs, spec.deterministic)
 
     def notes(self, spec: CallSpec) -> tuple[str, ...]:
         if spec.strides == "any":

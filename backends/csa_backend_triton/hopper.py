@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from csa_dispatch.call import Call, Gradients, Kind, TokenBounds
-from csa_dispatch.call_spec import deterministic_mode
 
 from .hopper_operands import (
     HEAD_BLOCK,
@@ -141,11 +140,12 @@ def backward(
     lse: Tensor,
     grad_output: Tensor,
     needs: tuple[bool, bool, bool, bool],
+    deterministic: bool,
 ) -> Gradients:
     """Gradients asked for by ``needs`` (query, local_kv, sparse_kv, attention_sink).
 
-    KV gradients are summed in a fixed order when torch's deterministic mode is on.
+    KV gradients are summed in a fixed order when ``deterministic``.
     """
     from .hopper_gradient import backward as backward_in
 
-    return backward_in(call, bounds, output, lse, grad_output, needs, deterministic_mode())
+    return backward_in(call, bounds, output, lse, grad_output, needs, deterministic)

@@ -23,10 +23,10 @@ from csa_dispatch.call import Call, Kind, token_bounds
 from csa_dispatch.call_spec import CallSpec, check_spec, device_capability
 from csa_dispatch.parity.files import check_writable, write_atomically
 
+from .compiling import compile_spec, meta_call
 from .portable_backward import backward
 from .portable_forward import forward
 from .tile_table import FORWARD, KEY_GRADIENT, TOKEN_GRADIENT, Table, family, head_dim_class
-from .warmup import compile_spec, meta_call
 
 TABLES: dict[str, dict[str, Table]] = {
     "forward": FORWARD,
@@ -66,7 +66,7 @@ def places(spec: CallSpec) -> list[Place]:
     """The entries that the portable kernels use for a call."""
     assert spec.capability is not None
     found: dict[Place, None] = {}
-    for kernel, constants, _ in compile_spec(spec).kernels:
+    for kernel, constants, _ in compile_spec(spec, portable=True).kernels:
         name = kernel.removesuffix("_kernel")
         if name in TABLES:
             table = TABLES[name][family(spec.capability)]

@@ -28,7 +28,7 @@ from csa_dispatch.backend import Backend
 from csa_dispatch.bench.suite import Effort
 from csa_dispatch.bench.timing import clock_for, spread, time_interleaved
 from csa_dispatch.call import Call, Gradients, Kind, token_bounds
-from csa_dispatch.call_spec import spec_of
+from csa_dispatch.call_spec import deterministic_mode, spec_of
 from csa_dispatch.testing import Case, backend_run, check_case
 
 ALL = (True, True, True, True)
@@ -56,7 +56,8 @@ class Hopper(Backend):
         needs: tuple[bool, bool, bool, bool],
     ) -> Gradients:
         assert hopper.supports_backward(spec_of(call, needs))
-        return hopper.backward(call, token_bounds(call), output, lse, grad_output, needs)
+        bounds, deterministic = token_bounds(call), deterministic_mode()
+        return hopper.backward(call, bounds, output, lse, grad_output, needs, deterministic)
 
 
 def small_cases() -> list[Case]:
@@ -216,11 +217,11 @@ def sums() -> bool:
 def races() -> bool:
     call, grad = full_size("A", causal=True)
     output, lse = hopper.forward(call, None)
-    first = hopper.backward(call, None, output, lse, grad, ALL)
+    first = hopper.backward(call, None, output, lse, grad, ALL, False)
     passed = True
     for _ in range(100):
         again, lse_again = hopper.forward(call, None)
-        grads = hopper.backward(call, None, output, lse, grad, ALL)
+        grads = hopper.backward(call, None, output, lse, grad, ALL, False)
         pairs = ((output, again), (lse, lse_again), (first.query, grads.query))
         passed &= all(torch.equal(x, y) for x, y in pairs)  # type: ignore
         sums_of = ((first.local_kv, grads.local_kv), (first.sparse_kv, grads.sparse_kv))
@@ -239,7 +240,7 @@ def times() -> bool:
             runs = {
                 "forward": lambda call=call: hopper.forward(call, None),
                 "backward": lambda call=call, output=output, lse=lse, grad=grad: hopper.backward(
-                    call, None, output, lse, grad, ALL
+                    call, None, output, lse, grad, ALL, False
                 ),
             }
             for name, samples in time_interleaved(runs, clock, Effort()).items():

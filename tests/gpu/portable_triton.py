@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from csa_backend_triton import key_gradient, sink_gradient
+from csa_backend_triton.compiling import meta_call
 from csa_backend_triton.launching import compile_only
 from csa_backend_triton.operands import operands_of
 from csa_backend_triton.pool_rows import PoolRows, slot_order
@@ -29,7 +30,6 @@ from csa_backend_triton.portable_forward import forward
 from csa_backend_triton.stored_scores import allocate
 from csa_backend_triton.tile_table import SlotTile, Tile, WindowTile
 from csa_backend_triton.upstream import Upstream, token_gradient
-from csa_backend_triton.warmup import meta_call
 from csa_backend_triton.window_rows import WindowRows
 from portable_shapes import SHAPES, Shape, check, described, draw
 from torch import Tensor

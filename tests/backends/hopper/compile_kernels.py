@@ -27,15 +27,17 @@ TOKENS, POOL = 4096, 1024
 
 
 class Shape(NamedTuple):
-    """One call to compile; ``gradients`` None for the forward alone."""
+    """One call to compile; ``gradients`` None for the forward alone, ``ratio`` for dense calls."""
 
     dtype: torch.dtype = torch.bfloat16
     index_dtype: torch.dtype = torch.int32
     sink_dtype: torch.dtype | None = torch.float32
     heads: int = 64
     slots: int = 512
+    ratio: int | None = None
     packed: bool = False
     gradients: tuple[bool, bool, bool, bool] | None = None
+    deterministic: bool = False
 
     def call(self) -> Call:
         """The call, on meta tensors."""
@@ -44,17 +46,18 @@ class Shape(NamedTuple):
             return torch.empty(shape, dtype=dtype, device="meta")
 
         offsets = empty(5, dtype=torch.int32) if self.packed else None
+        pool = empty(1, 1, POOL, 512) if self.slots or self.ratio else None
         return Call(
             empty(1, self.heads, TOKENS, 512),
             empty(1, 1, TOKENS, 512),
-            empty(1, 1, POOL, 512) if self.slots else None,
+            pool,
             empty(1, TOKENS, self.slots, dtype=self.index_dtype) if self.slots else None,
             None if self.sink_dtype is None else empty(self.heads, dtype=self.sink_dtype),
             offsets,
-            offsets if self.slots else None,
+            None if pool is None else offsets,
             None,
             128,
-            None,
+            self.ratio,
             512**-0.5,
         )
 
@@ -64,6 +67,8 @@ CALLS = {
     "int64": Shape(index_dtype=torch.int64, packed=True, gradients=(True, True, True, True)),
     "fp16": Shape(torch.float16, torch.int64, sink_dtype=None),
     "window": Shape(sink_dtype=torch.bfloat16, slots=0),
+    "dense": Shape(slots=0, ratio=128, gradients=(True, True, True, True)),
+    "ordered": Shape(gradients=(True, True, True, True), deterministic=True),
     "pool-only": Shape(gradients=(False, False, True, False)),
 }
 
@@ -88,7 +93,8 @@ def main(names: list[str]) -> None:
         with compile_only(90) as session:
             output, lse = hopper.forward(call, bounds)
             if shape.gradients is not None:
-                hopper.backward(call, bounds, output, lse, output, shape.gradients)
+                needs, deterministic = shape.gradients, shape.deterministic
+                hopper.backward(call, bounds, output, lse, output, needs, deterministic)
         for kernel, _, compiled in session.kernels:
             if kernel not in ("forward_kernel", "backward_kernel"):
                 continue

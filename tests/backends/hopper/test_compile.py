@@ -18,25 +18,36 @@ SPILLS = 1600
 """Bytes spilled, stores and loads: up to 600 with Triton 3.6, 1500 with 3.9, most once an item."""
 
 
-def compiled(*names: str) -> list[dict[str, Any]]:
-    """What ``compile_kernels.py`` says of these calls' kernels, from a process of its own."""
+def run_python(*arguments: str) -> str:
+    """What a program of its own prints, with this folder's helpers on its path."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     places = (ROOT, ROOT / "backends", HERE.parent / "triton")
     environment["PYTHONPATH"] = os.pathsep.join(map(str, places))
     run = subprocess.run(
-        [sys.executable, HERE / "compile_kernels.py", *names],
+        [sys.executable, *arguments],
         env=environment,
         capture_output=True,
         text=True,
         timeout=540,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    return run.stdout
+
+
+def compiled(*names: str) -> list[dict[str, Any]]:
+    """What ``compile_kernels.py`` says of these calls' kernels."""
+    lines = run_python(str(HERE / "compile_kernels.py"), *names).splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 @pytest.fixture(scope="module")
 def kernels() -> list[dict[str, Any]]:
-    return compiled("bf16", "int64", "fp16", "window")
+    return compiled("bf16", "int64", "fp16", "window", "dense")
+
+
+@pytest.fixture(scope="module")
+def ordered() -> list[dict[str, Any]]:
+    return compiled("ordered")
 
 
 def of(kernels: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
@@ -44,19 +55,21 @@ def of(kernels: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 
 def test_every_call_compiles(kernels: list[dict[str, Any]]) -> None:
-    assert len(of(kernels, "forward_kernel")) == 4
-    assert len(of(kernels, "backward_kernel")) == 2
+    assert len(of(kernels, "forward_kernel")) == 5
+    assert len(of(kernels, "backward_kernel")) == 3
 
 
-def test_they_fit_an_sm(kernels: list[dict[str, Any]]) -> None:
-    for kernel in kernels:
+def test_they_fit_an_sm(kernels: list[dict[str, Any]], ordered: list[dict[str, Any]]) -> None:
+    for kernel in kernels + ordered:
         assert kernel["shared"] <= SHARED_MEMORY
         assert kernel["registers"] <= 128  # 16 warps share 65536
         assert kernel["spills"] <= SPILLS
 
 
-def test_matrix_products_are_asynchronous_wgmma(kernels: list[dict[str, Any]]) -> None:
-    for kernel in kernels:
+def test_matrix_products_are_asynchronous_wgmma(
+    kernels: list[dict[str, Any]], ordered: list[dict[str, Any]]
+) -> None:
+    for kernel in kernels + ordered:
         assert kernel["wgmma"] > 0
         assert kernel["mma"] == 0
         assert not kernel["serialized"]
@@ -73,8 +86,30 @@ def test_gradients_are_added_16_bytes_at_a_time(kernels: list[dict[str, Any]]) -
         assert kernel["vector_atomics"] == kernel["atomics"] == 64
 
 
+def test_an_ordered_backward_adds_nothing_atomically(ordered: list[dict[str, Any]]) -> None:
+    found = of(ordered, "backward_kernel")  # one for each chunk of tokens, all the same
+    assert found
+    assert all(kernel["atomics"] == 0 for kernel in found)
+
+
 def test_block_counts_are_carried_from_item_to_item(kernels: list[dict[str, Any]]) -> None:
     for kernel in of(kernels, "forward_kernel"):
         assert kernel["carries"] == [3, 3, 3, 3]  # block, item and block count in each role
     for kernel in of(kernels, "backward_kernel"):
         assert kernel["carries"] == [2, 2, 2, 2]  # block and item
+
+
+def test_warming_up_compiles_the_kernels_that_will_run() -> None:
+    program = (
+        "from cross_compile import CompileOnlyDriver\n"
+        "from csa_backend_triton.compiling import compile_spec\n"
+        "from csa_dispatch import CallSpec\n"
+        "from triton.runtime.driver import driver\n"
+        "driver.set_active(CompileOnlyDriver(90))\n"
+        "spec = CallSpec(capability=90)\n"
+        "for portable in (False, True):\n"
+        "    print([name for name, *_ in compile_spec(spec, portable=portable).kernels])\n"
+    )
+    chosen, portable = run_python("-c", program).splitlines()
+    assert chosen == "['plan_kernel', 'forward_kernel']"
+    assert portable == "['forward_kernel']"

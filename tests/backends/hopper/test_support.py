@@ -26,6 +26,8 @@ V4 = CallSpec(device_type="cuda", capability=90, needs_grad=ALL)
         {"documents": "cu_seqlens"},
         {"strides": "any"},
         {"batch": 3},
+        {"kind": Kind.DENSE, "slots": 0, "compress_ratio": 128},
+        {"deterministic": True},
     ],
 )
 def test_v4_calls_on_hopper_are_taken(change: dict) -> None:
@@ -40,7 +42,6 @@ def test_v4_calls_on_hopper_are_taken(change: dict) -> None:
         {"capability": 80},
         {"capability": 100},
         {"capability": None},
-        {"kind": Kind.DENSE},
         {"head_dim": 256},
         {"head_dim": 576},
         {"kv_heads": 64},
@@ -57,13 +58,17 @@ def test_the_forward_of_few_heads_is_left_to_the_portable_kernel() -> None:
     assert not supports_forward(V4._replace(heads=16))
     assert supports_backward(V4._replace(heads=16))
     assert supports_forward(V4._replace(heads=17))
+    dense = V4._replace(kind=Kind.DENSE, slots=0, compress_ratio=128)
+    assert not supports_backward(dense._replace(heads=16))
+    assert supports_backward(dense._replace(heads=17))
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"dtype": "float16"},
-        {"deterministic": True},
+        {"deterministic": True, "kind": Kind.DENSE, "slots": 0, "compress_ratio": 128},
+        {"deterministic": True, "tokens": 300_000, "pool": 75_000},  # fp32 sums of 154 MB
         {"needs_grad": (False, False, False, True)},
         {"tokens": 300_000, "pool": 75_000},  # fp32 sums of 768 MB
     ],

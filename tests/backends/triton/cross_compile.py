@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from csa_backend_triton.warmup import compile_spec
+from csa_backend_triton.compiling import compile_spec
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.driver import driver
@@ -151,7 +151,7 @@ def assemble(ptx: str, capability: int) -> tuple[int, int, bool]:
 
 def compile_call(name: str, capability: int) -> Iterator[Compiled]:
     """Compile what forward and backward of a call launch."""
-    session = compile_spec(CALLS[name]._replace(capability=capability))
+    session = compile_spec(CALLS[name]._replace(capability=capability), portable=True)
     seen: set[str] = set()
     for kernel, constants, compiled in session.kernels:
         if compiled.hash in seen:

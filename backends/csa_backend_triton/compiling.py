@@ -16,6 +16,7 @@ import torch
 from csa_dispatch.call import Call, Kind, token_bounds
 from csa_dispatch.call_spec import CallSpec
 
+from .choice import backward_of, forward_of
 from .launching import Compilation, compile_only
 
 
@@ -54,20 +55,19 @@ def meta_call(spec: CallSpec) -> Call:
     )
 
 
-def compile_spec(spec: CallSpec) -> Compilation:
-    """Compile what the portable kernels launch for ``spec``."""
-    from .portable_backward import backward
-    from .portable_forward import forward
-
+def compile_spec(spec: CallSpec, *, portable: bool = False) -> Compilation:
+    """Compile what ``spec`` launches, or would launch if there were only ``portable`` kernels."""
     if spec.capability is None:
         raise ValueError("capability is None, expected a CUDA compute capability such as 90")
+    # No kernels but the portable ones take calls that no CUDA device will run.
+    chosen = spec._replace(capability=None) if portable else spec
     with compile_only(spec.capability) as session:
         call = meta_call(spec)
         bounds = token_bounds(call)
-        output, lse = forward(call, bounds)
+        output, lse = forward_of(chosen)(call, bounds)
         if spec.differentiable:
-            needs = spec.needs_grad
-            backward(call, bounds, output, lse, output, needs, spec.deterministic)
+            backward = backward_of(chosen)
+            backward(call, bounds, output, lse, output, spec.needs_grad, spec.deterministic)
     return session
 
 
@@ -78,8 +78,15 @@ def _count(spec: CallSpec) -> int:
 def warmup(specs: Iterable[CallSpec], workers: int = 4) -> int:
     """Compile what every spec launches, ``workers`` processes at a time.
 
+    Args:
+        specs: calls; ``capability`` is this GPU's.
+        workers: processes.
+
     Returns:
         How many kernels were compiled or found in the cache.
+
+    Raises:
+        ValueError: a spec without a capability.
     """
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         return sum(pool.map(_count, specs))
