@@ -52,6 +52,13 @@ def test_generation_is_that_of_the_rows_alone(make_model, prompts, settings):
         assert torch.equal(found[row, 21:], alone[0, tokens.shape[1] :])
 
 
+def test_a_mask_of_one_row_is_every_rows(make_model, prompts):
+    model = enable(make_model())
+    ids, mask, _ = prompts
+    every = model(ids, attention_mask=mask[:1].expand(3, -1)).logits
+    assert torch.equal(model(ids, attention_mask=mask[:1]).logits, every)
+
+
 def test_positions_may_be_given_or_left_out(make_model, prompts):
     model = enable(make_model())
     ids, mask, _ = prompts

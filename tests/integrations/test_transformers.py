@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -159,7 +160,20 @@ def test_a_copy_of_an_enabled_model_is_enabled_by_itself(make_model, tokens):
     assert len(calls_of(receipts)) == 3
     assert logits.abs().max() > 0
     disable(copied)
-    assert model.model.__dict__["forward"].__func__ is model_forward
+    assert model.model.__dict__["forward"].func is model_forward
+
+
+def test_an_enabled_model_can_be_pickled(make_model, tokens):
+    model, ids = enable(make_model()), tokens(1, 24)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    found = torch.load(file, weights_only=False)
+    with record_receipts() as receipts:
+        assert torch.equal(found(ids).logits, model(ids).logits)
+    assert len(calls_of(receipts)) == 6
+    disable(found)
+    assert "forward" not in found.model.__dict__
 
 
 def test_a_forward_that_a_library_wrapped_and_keeps_aside_is_replaced_inside(make_model, tokens):
@@ -233,7 +247,19 @@ def padded_later(model, ids):
     model(ids[:, :1], attention_mask=mask, cache=cache)
 
 
+def mask_of_fewer_rows(model, ids):
+    mask = torch.ones(2, ids.shape[1], dtype=torch.long)
+    mask[0, 0] = 0
+    model(ids.repeat(2, 1)[:3], attention_mask=mask)
+
+
+def positions_of_fewer_tokens(model, ids):
+    model(ids, position_ids=torch.arange(ids.shape[1] - 1)[None])
+
+
 REFUSED = {
+    mask_of_fewer_rows: "a row for each of the batch",
+    positions_of_fewer_tokens: "position_ids is of shape [1, 11]",
     packed_rows: "position_ids is other than consecutive",
     skipping: "position_ids is other than consecutive",
     dense_mask: "leave attention_mask out",
@@ -253,6 +279,16 @@ def test_what_the_layers_cannot_honour_is_refused_with_a_reason(make_model, toke
     assert words in str(refused.value)
     ((reason,),) = refused.value.reasons.values()
     assert reason.remedy
+
+
+@pytest.mark.parametrize("kind", ["static", "without layers"])
+def test_window_layers_refuse_caches_that_are_not_their_own(make_model, tokens, kind):
+    model = enable(make_model(layer_types=["sliding_attention"] * 2))
+    cache = transformers.DynamicCache()
+    if kind == "static":
+        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+    with pytest.raises(BackendRefused, match=r"Pass DynamicCache\(config=model.config\)"):
+        model(tokens(2, 12), cache=cache)
 
 
 def test_dropout_is_refused_in_training(make_model, tokens):

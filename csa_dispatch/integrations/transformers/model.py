@@ -54,7 +54,7 @@ def _for_the_layers(config: Any, inputs: Tensor, kwargs: dict[str, Any]) -> dict
     cache = _first(kwargs, "cache", "past_key_values")
     batch, tokens = inputs.shape[:2]
     past = 0 if cache is None else cache.get_seq_length()
-    total = _left_padding(kwargs.get("attention_mask"), cache, past, tokens)
+    total = _left_padding(kwargs.get("attention_mask"), cache, batch, past, tokens)
     if cache is not None and not is_padded(cache):
         _check_cache(cache, config)
     positions = torch.arange(past, past + tokens, device=inputs.device)[None]
@@ -86,7 +86,7 @@ def _uses_cache(config: Any, kwargs: dict[str, Any]) -> bool:
     return config.use_cache if chosen is None else chosen
 
 
-def _left_padding(mask: Any, cache: Any, past: int, tokens: int) -> list[int] | None:
+def _left_padding(mask: Any, cache: Any, batch: int, past: int, tokens: int) -> list[int] | None:
     """Tokens of padding that each row began with; None without any.
 
     Padding behind the tokens is let through where no later call would see it.
@@ -101,7 +101,11 @@ def _left_padding(mask: Any, cache: Any, past: int, tokens: int) -> list[int] | 
             "a padding mask [B, T], or None",
             "The layers are causal by themselves; leave attention_mask out.",
         )
-    kept = mask.bool()
+    if mask.shape[0] not in (1, batch):
+        required = f"[{batch}, {past + tokens}], a row for each of the batch"
+        remedy = "Pass the tokenizer's mask of these rows."
+        _refuse("attention_mask", f"of shape {list(mask.shape)}", required, remedy)
+    kept = mask.bool().expand(batch, -1)
     if known is None and bool(kept.all()):
         return None
     if kept.shape[1] == past + tokens and bool((kept[:, 1:] >= kept[:, :-1]).all()):
@@ -137,6 +141,10 @@ def _check_positions(given: Tensor | None, expected: Tensor) -> None:
     """Positions count from each row's first token; those of padding are free."""
     if given is None:
         return
+    if given.ndim != 2 or given.shape[1] != expected.shape[1]:
+        required = f"[B, {expected.shape[1]}]"
+        remedy = "Leave position_ids out."
+        _refuse("position_ids", f"of shape {list(given.shape)}", required, remedy)
     if not bool(((given == expected) | (expected < 0)).all()):
         _refuse(
             "position_ids",
@@ -148,10 +156,11 @@ def _check_positions(given: Tensor | None, expected: Tensor) -> None:
 
 def _check_cache(cache: Any, config: Any) -> None:
     for number, kind in enumerate(config.layer_types):
-        if kind == "sliding_attention":
-            continue
         layer = cache.layers[number] if number < len(cache.layers) else None
-        if not all(hasattr(layer, name) for name in CACHE_LAYER):
+        needed = () if kind == "sliding_attention" else CACHE_LAYER
+        # Static layers return all of their memory, rows yet to come included.
+        growing = layer is not None and not layer.is_compileable
+        if not growing or not all(hasattr(layer, name) for name in needed):
             _refuse(
                 "cache",
                 f"a {type(cache).__name__} whose layer {number} is {type(layer).__name__}",

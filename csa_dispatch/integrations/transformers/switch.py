@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -75,14 +75,15 @@ def _slot(part: nn.Module) -> str:
 
 
 def _replace(part: nn.Module, forward: Callable[..., Any]) -> None:
-    part.__dict__[_slot(part)] = MethodType(forward, part)
+    # A bound method would be pickled by its name, which the module's class lacks.
+    part.__dict__[_slot(part)] = partial(forward, part)
 
 
 def _restore(part: nn.Module, forward: Callable[..., Any]) -> None:
     slot = _slot(part)
-    if getattr(part.__dict__.get(slot), "__func__", None) is not forward:
+    if getattr(part.__dict__.get(slot), "func", None) is not forward:
         return
     if slot == "forward":
         del part.__dict__[slot]
     else:
-        part.__dict__[slot] = MethodType(type(part).forward, part)
+        part.__dict__[slot] = type(part).forward.__get__(part)
