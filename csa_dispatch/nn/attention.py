@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..api import attention
 from ..call import Call
+from ..functional.compressor_checks import check_dense, check_offsets
 from .cache import LayerCache
 from .compressor import Compressor
 from .config import CSAConfig
@@ -69,7 +70,7 @@ class CompressedSparseAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if config.o_groups % tp_size:
+        if tp_size < 1 or config.o_groups % tp_size:
             raise ValueError(
                 f"tp_size is {tp_size}; it must divide o_groups, {config.o_groups}: a rank "
                 "projects whole groups of heads."
@@ -148,9 +149,17 @@ class CompressedSparseAttention(nn.Module):
                 with return_record.
         """
         hidden, rows = rows_of(hidden_states, layout)
+        config = self.config
+        if hidden.shape[1] != config.hidden_size:
+            raise ValueError(
+                f"hidden_states is of {hidden.shape[1]} channels; it must be of hidden_size, "
+                f"{config.hidden_size}."
+            )
+        if cu_seqlens is not None:
+            check_dense("cu_seqlens", cu_seqlens, hidden, "hidden_states")
+            check_offsets(cu_seqlens, rows.batch)
         if cache is not None:
             _check_cached_call(cu_seqlens, return_record)
-        config = self.config
         positions = token_positions(rows.tokens, cu_seqlens, hidden.device)
         if cache is not None:
             positions = positions + cache.past
@@ -215,6 +224,7 @@ class CompressedSparseAttention(nn.Module):
 
     def _after(self, cache: LayerCache, query: Tensor, local_kv: Tensor, tokens: Tokens) -> Tensor:
         """Attention of the next tokens, ``[B, H, T, D]``; the cache is brought up to date."""
+        cache.check(self.config, local_kv)
         picks = None
         past = cache.past
         if self.compressor is not None:

@@ -76,6 +76,24 @@ class LayerCache:
         self.state: CompressorState | None = None
         self.index_state: CompressorState | None = None
 
+    def check(self, config: CSAConfig, local_kv: Tensor) -> None:
+        """Raise ValueError unless the cache is of this layer and can hold ``[B, 1, T, D]``."""
+        if config != self.config:
+            raise ValueError(
+                "cache is of another layer's config; it must be LayerCache(layer.config, ...)."
+            )
+        held = self.entries.all_rows
+        for name, found, required in (
+            ("batch", held.shape[0], local_kv.shape[0]),
+            ("dtype", held.dtype, local_kv.dtype),
+            ("device", held.device, local_kv.device),
+        ):
+            if found != required:
+                raise ValueError(
+                    f"cache is of {name} {found}; it must be of {required}, as the layer's KV "
+                    f"rows are. Make it with {name}={required}."
+                )
+
     def attend(
         self, query: Tensor, local_kv: Tensor, picks: Tensor | None, sinks: Tensor
     ) -> Tensor:

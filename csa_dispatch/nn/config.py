@@ -22,6 +22,22 @@ class Yarn:
     beta_slow: float = 1.0
 
 
+_LEAST = {
+    "hidden_size": 1,
+    "num_attention_heads": 1,
+    "head_dim": 1,
+    "qk_rope_head_dim": 2,
+    "q_lora_rank": 1,
+    "o_groups": 1,
+    "o_lora_rank": 1,
+    "sliding_window": 1,
+    "compress_ratio": 0,
+    "index_n_heads": 1,
+    "index_head_dim": 1,
+    "index_topk": 1,
+}
+
+
 @dataclass(frozen=True)
 class CSAConfig:
     """One V4 attention layer; names are the Hugging Face config's where it has them.
@@ -69,6 +85,10 @@ class CSAConfig:
     rms_norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; it must be an int of {least} or more.")
         if self.num_attention_heads % self.o_groups:
             raise ValueError(
                 f"o_groups is {self.o_groups}; it must divide num_attention_heads, "
@@ -80,8 +100,6 @@ class CSAConfig:
                 f"qk_rope_head_dim is {self.qk_rope_head_dim}; it must be even, positive and at "
                 f"most {smallest}, the channels of the smallest head that is rotated."
             )
-        if self.compress_ratio < 0:
-            raise ValueError(f"compress_ratio is {self.compress_ratio}; it must be 0 or more.")
 
     @property
     def has_compressor(self) -> bool:

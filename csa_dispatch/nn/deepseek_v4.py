@@ -60,8 +60,14 @@ def from_deepseek_v4(config: Any) -> list[CSAConfig]:
             or in the published one (``compress_ratios``, ``rope_scaling``).
 
     Raises:
+        TypeError: config is neither.
         ValueError: a field is missing, or is of a kind V4 does not have.
     """
+    if not isinstance(config, Mapping) and not hasattr(config, "__dict__"):
+        raise TypeError(
+            f"config is a {type(config).__name__}; it must be a DeepseekV4Config or the dict of "
+            "its config.json."
+        )
     fields = config if isinstance(config, Mapping) else vars(config)
     shared: dict[str, Any] = {name: _field(fields, name) for name in _SAME_NAMES}
     shared |= {"qk_rope_head_dim": _rope_dim(fields), **_rope(fields)}
@@ -80,7 +86,7 @@ def _kinds(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     types = fields.get("layer_types")
     if types is None:
         # Ratios of multi-token-prediction layers may follow.
-        ratios = _field(fields, "compress_ratios")[:count]
+        ratios = _of_every_layer("compress_ratios", _field(fields, "compress_ratios"), count)
         return [{"compress_ratio": ratio, "indexer_ratios": (4,)} for ratio in ratios]
     rates = {"sliding_attention": 0, **_field(fields, "compress_rates")}
     unknown = sorted(set(types) - set(rates))
@@ -91,8 +97,14 @@ def _kinds(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
             "compress_ratio": rates[kind],
             "indexer_ratios": (rates[kind],) if kind == _SPARSE else (),
         }
-        for kind in types[:count]
+        for kind in _of_every_layer("layer_types", types, count)
     ]
+
+
+def _of_every_layer(name: str, values: list[Any], count: int) -> list[Any]:
+    if len(values) < count:
+        raise ValueError(f"{name} is of {len(values)} layers; it must be of at least {count}.")
+    return values[:count]
 
 
 def _rope_dim(fields: Mapping[str, Any]) -> int:
@@ -105,8 +117,9 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     """``rope_theta``, ``compress_rope_theta`` and ``yarn``."""
     nested = fields.get("rope_parameters") or {}
     if "compress" in nested:
-        main, stretch = nested["main"]["rope_theta"], nested["compress"]
-        compress = stretch["rope_theta"]
+        stretch = nested["compress"]
+        main = _field(_field(nested, "main"), "rope_theta")
+        compress = _field(stretch, "rope_theta")
     else:
         main, compress = _field(fields, "rope_theta"), _field(fields, "compress_rope_theta")
         stretch = nested or fields.get("rope_scaling") or {}
@@ -121,8 +134,8 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     yarn = None
     if kind == "yarn":
         yarn = Yarn(
-            stretch["factor"],
-            stretch["original_max_position_embeddings"],
+            _field(stretch, "factor"),
+            _field(stretch, "original_max_position_embeddings"),
             stretch.get("beta_fast") or 32.0,
             stretch.get("beta_slow") or 1.0,
         )
@@ -148,8 +161,13 @@ def load_layer(
 
     Raises:
         KeyError: a tensor is missing.
-        ValueError: a tensor has another shape, or is quantised.
+        ValueError: a tensor has another shape or is quantised, or there is no such tp_rank.
     """
+    if not 0 <= tp_rank < layer.tp_size:
+        raise ValueError(
+            f"tp_rank is {tp_rank}; it must be 0 to {layer.tp_size - 1}, of the layer's tp_size "
+            f"{layer.tp_size}."
+        )
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             tensor = _find(tensors, name, number)

@@ -56,6 +56,10 @@ def rows_of(hidden_states: Tensor, layout: str) -> tuple[Tensor, Rows]:
     """Rows ``[N, C]`` of ``[B, T, C]`` (BSHD) or ``[T, B, C]`` (SBHD), and how they lie."""
     if layout not in ("BSHD", "SBHD"):
         raise ValueError(f"layout is {layout!r}; it must be 'BSHD' or 'SBHD'.")
+    if not isinstance(hidden_states, Tensor):
+        raise TypeError(
+            f"hidden_states is a {type(hidden_states).__name__}; it must be a torch.Tensor."
+        )
     if hidden_states.ndim != 3:
         raise ValueError(
             f"hidden_states is of shape {list(hidden_states.shape)}; it must be of three "

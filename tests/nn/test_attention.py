@@ -127,6 +127,17 @@ def test_bad_arguments_are_named(make_layer, hidden, kind):
         layer(hidden(1, 8), layout="BHSD")
     with pytest.raises(ValueError, match="hidden_states is of shape"):
         layer(hidden(1, 8)[0])
+    with pytest.raises(TypeError, match="hidden_states is a list"):
+        layer([hidden(1, 8)])
+    with pytest.raises(ValueError, match="hidden_states is of 31 channels"):
+        layer(hidden(1, 8)[..., 1:])
+    with pytest.raises(TypeError, match="cu_seqlens is list"):
+        layer(hidden(1, 8), cu_seqlens=[0, 8])
+    with pytest.raises(ValueError, match="tp_size is 0"):
+        make_layer(kind, tp_size=0)
+    for name in ("sliding_window", "index_topk", "o_groups", "head_dim"):
+        with pytest.raises(ValueError, match=f"{name} is 0; it must be an int of 1 or more"):
+            config_of(**{**KINDS[kind], name: 0})
     with pytest.raises(ValueError, match="tp_size is 3"):
         make_layer(kind, tp_size=3)
     with pytest.raises(ValueError, match="o_groups is 3"):

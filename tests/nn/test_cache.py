@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from csa_dispatch.nn import LayerCache
-from tests.nn.small_layers import KINDS
+from tests.nn.small_layers import KINDS, config_of
 
 CHUNKS = {
     "one by one": [1] * 40,
@@ -68,3 +68,12 @@ def test_what_a_cache_cannot_do_is_named(make_layer, hidden):
             layer(x, cache=cache, cu_seqlens=torch.tensor([0, 8], dtype=torch.int32))
         with pytest.raises(ValueError, match="return_record is True with a cache"):
             layer(x, cache=cache, return_record=True)
+        for other, match in (
+            (LayerCache(config_of(compress_ratio=4, sliding_window=5), 1), "another layer's"),
+            (LayerCache(layer.config, 2), "cache is of batch 2; it must be of 1"),
+            (LayerCache(layer.config, 1, dtype=torch.bfloat16), "dtype torch.bfloat16"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                layer(x, cache=other)
+            assert other.past == 0
+            assert other.state is None

@@ -88,6 +88,14 @@ def test_transformers_config_gives_the_same_layers_and_frequencies(published):
 
 
 def test_what_is_no_v4_config_is_named():
+    with pytest.raises(TypeError, match="config is a str"):
+        from_deepseek_v4("config.json")
+    with pytest.raises(ValueError, match="compress_ratios is of 2 layers; it must be of at least"):
+        from_deepseek_v4({**FLASH, "compress_ratios": [0, 4]})
+    with pytest.raises(ValueError, match="config has no factor"):
+        from_deepseek_v4({**FLASH, "rope_scaling": {"type": "yarn"}})
+    with pytest.raises(ValueError, match="config has no main"):
+        from_deepseek_v4({**FLASH, "rope_parameters": {"compress": {"rope_theta": 1e4}}})
     with pytest.raises(ValueError, match="config has no compress_ratios"):
         from_deepseek_v4({**FLASH, "compress_ratios": None})
     with pytest.raises(ValueError, match="rope type is 'longrope'"):
@@ -190,5 +198,8 @@ def test_missing_misshapen_and_quantised_tensors_are_named(model):
         load_layer(layer, {**tensors, name: tensors[name][:-1]}, 0)
     with pytest.raises(ValueError, match="Dequantise"):
         load_layer(layer, {**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, 0)
+    for rank in (-1, 1):
+        with pytest.raises(ValueError, match=f"tp_rank is {rank}"):
+            load_layer(layer, tensors, 0, tp_rank=rank)
     with pytest.raises(ValueError, match="layer is of tp_size 2"):
         layer_tensors(CompressedSparseAttention(layer.config, tp_size=2), 0)
