@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from ..api import attention
 from ..call import Call
 from ..functional import indexer_kl_loss, indexer_scores
 from ..functional.past import complete_entries
@@ -48,7 +50,8 @@ class LayerRecord(NamedTuple):
 
         Args:
             every_entry: over every complete entry, as while an indexer warms up, instead of the
-                picked ones; for sequences that are not packed. Forms ``[B, T, S]`` scores.
+                picked ones; for sequences that are not packed. Forms ``[B, T, S]`` scores, and
+                works the window's logits out once more: heads weigh by attention over all entries.
             reduction: "mean", "sum" or "none".
 
         Raises:
@@ -57,12 +60,22 @@ class LayerRecord(NamedTuple):
         call, indexer = self.call, self.indexer
         if indexer is None or call.sparse_kv is None:
             raise ValueError("the layer has no indexer; it must have one to have its loss.")
-        picks = call.kv_indices
+        picks, lse, window_lse = call.kv_indices, self.lse, None
         if every_entry:
             if call.cu_seqlens is not None:
                 raise ValueError("every_entry is True for packed documents; it must be False.")
             entries, ratio = indexer.keys.shape[1], indexer.compress_ratio
             picks = complete_entries(call.query, entries, 0, ratio)
+            lse = None  # its denominator lacks the entries that were not picked
+            with torch.no_grad():
+                _, window_lse = attention(
+                    call.query,
+                    call.local_kv,
+                    attention_sink=call.attention_sink,
+                    sliding_window_size=call.sliding_window_size,
+                    scale=call.scale,
+                    return_lse=True,
+                )
         assert picks is not None
         scores = indexer_scores(
             indexer.queries.query,
@@ -78,7 +91,8 @@ class LayerRecord(NamedTuple):
             call.query.detach(),
             call.sparse_kv.detach(),
             picks,
-            self.lse,
+            lse,
+            window_lse=window_lse,
             scale=call.scale,
             reduction=reduction,
             cu_seqlens=call.cu_seqlens,

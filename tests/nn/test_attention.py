@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from csa_dispatch import use_backend
+from csa_dispatch import attention, use_backend
+from csa_dispatch.functional import indexer_kl_loss, indexer_scores
+from csa_dispatch.functional.past import complete_entries
 from csa_dispatch.nn import load_layer
 from tests.nn.reference import reference_layer
 from tests.nn.small_layers import KINDS, config_of
@@ -74,6 +76,23 @@ def test_a_forced_backend_runs_it(make_layer, hidden, kind):
     with use_backend("attention_gym"):
         found = layer(x)
     torch.testing.assert_close(found, layer(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("every_entry", [False, True])
+def test_the_indexers_teacher_is_attention_over_the_entries_it_compares(
+    make_layer, hidden, kind, every_entry
+):
+    layer, x = make_layer(kind), hidden(2, 41)
+    _, record = layer(x, return_record=True)
+    if record.indexer is None:
+        return
+    call, queries = record.call, record.indexer.queries
+    picks = complete_entries(call.query, 10, 0, 4) if every_entry else call.kv_indices
+    call = call._replace(kv_indices=picks)
+    _, lse = attention(**call._asdict(), return_lse=True)
+    scores = indexer_scores(queries.query, record.indexer.keys, queries.weights, picks)
+    expected = indexer_kl_loss(scores, call.query, call.sparse_kv, picks, lse)
+    torch.testing.assert_close(record.indexer_loss(every_entry=every_entry), expected)
 
 
 @pytest.mark.parametrize("every_entry", [False, True])
