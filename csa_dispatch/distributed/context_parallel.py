@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from csa_dispatch.settings import settings
 from csa_dispatch.transforms import any_autocast
 from csa_dispatch.validation import fail
 
-from .exchange import Group, Shards, gather_shards, left_halo
+from .exchange import Group, Shards, agree, gather_shards, left_halo
 
 
 def context_parallel_attention(
@@ -66,7 +65,9 @@ def context_parallel_attention(
         cu_seqlens, cu_seqlens_k: offsets of the *whole* sequence and pool, the same on every
             rank. Documents may cross from rank to rank.
         doc_ids: the rank's; not with ``compress_ratio``.
-        check_values: also check, by a message between the ranks, that their shapes agree.
+        check_values: also check, by a message between the ranks, that their arguments agree in
+            shapes, dtypes, requires_grad, offsets and scalars, so that every rank refuses what
+            one would; otherwise ranks that disagree may wait for each other.
 
     The other arguments are ``attention()``'s, the same on every rank.
 
@@ -91,12 +92,17 @@ def context_parallel_attention(
         fail("query", "a DTensor", "this rank's tensor", "Pass query.to_local().", TypeError)
     if any_autocast():  # before the exchange: what is sent is what is computed with
         arguments = autocast_arguments(arguments)
-    call = checked_call(arguments)
-    halo = _halo(call)
-    shards = Shards(group)
     check = settings().check_values if check_values is None else check_values
+    try:
+        call = checked_call(arguments)
+        halo = _halo(call)
+    except (TypeError, ValueError) as error:
+        if check:  # the others wait to hear of this rank's arguments
+            agree({"error": str(error)}, Shards(group))
+        raise
+    shards = Shards(group)
     if check:
-        _check_shapes(call, shards)
+        agree(_metadata(call, backend, backward_backend), shards)
     local = _with_neighbours(call, halo, shards)
     results = [
         attention(
@@ -215,25 +221,17 @@ def _parts(call: Call) -> Iterator[Call]:
         )
 
 
-def _check_shapes(call: Call, shards: Shards) -> None:
-    """Compare the ranks' sizes, on the host.
-
-    Raises:
-        ValueError: they differ; on every rank.
-    """
-    names = ("query", "local_kv", "sparse_kv", "kv_indices")
-    mine = {
-        name: tuple(tensor.shape)
-        for name, tensor in zip(names, call[:4], strict=True)
-        if tensor is not None
-    }
-    found: list[object] = [None] * shards.count
-    dist.all_gather_object(found, mine, group=shards.group)
-    for rank, theirs in enumerate(found):
-        if theirs != found[0]:
-            fail(
-                "query, local_kv, sparse_kv or kv_indices",
-                f"of shapes {theirs} on rank {rank} and {found[0]} on rank 0",
-                "of the same shapes on every rank",
-                "Pad the sequence and the pool to a multiple of the ranks.",
-            )
+def _metadata(call: Call, backend: str | None, backward_backend: str | None) -> dict[str, object]:
+    """All of a call that must be the same on every rank, offsets' values included."""
+    found: dict[str, object] = {"backend": backend, "backward_backend": backward_backend}
+    for name, value in call._asdict().items():
+        if not isinstance(value, Tensor):
+            found[name] = value
+            continue
+        found[f"{name}'s shape"] = tuple(value.shape)
+        found[f"{name}'s dtype"] = str(value.dtype)
+        # Gradients go back between the ranks, or do not.
+        found[f"{name}'s requires_grad"] = value.requires_grad and torch.is_grad_enabled()
+        if name in ("cu_seqlens", "cu_seqlens_k"):
+            found[name] = value.tolist()
+    return found

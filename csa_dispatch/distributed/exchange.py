@@ -29,7 +29,8 @@ def process_group(group: Group) -> dist.ProcessGroup:
 
     Raises:
         TypeError: anything else.
-        ValueError: a device mesh of several dimensions; None without a default group.
+        ValueError: a device mesh of several dimensions; None without a default group; a group
+            that this process is not in.
     """
     if group is None:
         if not dist.is_initialized():
@@ -45,6 +46,11 @@ def process_group(group: Group) -> dist.ProcessGroup:
                 "dimension along which the sequence is split, such as mesh['cp']."
             )
         return group.get_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "group is one that this process is not in; it must be one of its own. Only the "
+            "group's ranks call this."
+        )
     if not isinstance(group, dist.ProcessGroup):
         kind = type(group).__name__
         raise TypeError(f"group is a {kind}; it must be a ProcessGroup, a DeviceMesh or None.")
@@ -84,6 +90,30 @@ class Shards:
     def scatter_sum(self, rows: Tensor) -> Tensor:
         """This rank's part of the sum of every rank's ``rows``."""
         return _reduce_scatter(rows.contiguous(), "sum", 0, self.group)
+
+
+def agree(mine: dict[str, object], shards: Shards) -> None:
+    """Compare what the ranks pass, on the host; ``mine["error"]`` is a rank's own refusal.
+
+    Raises:
+        ValueError: they differ, or another rank refused; on every rank that did not.
+    """
+    found: list[Any] = [None] * shards.count
+    dist.all_gather_object(found, mine, group=shards.group)
+    if "error" in mine:
+        return  # the caller has it
+    for rank, theirs in enumerate(found):
+        if "error" in theirs:
+            raise ValueError(f"rank {rank} of the group refuses its arguments: {theirs['error']}")
+    for rank, theirs in enumerate(found):
+        for name in {**found[0], **theirs}:
+            first, other = found[0].get(name), theirs.get(name)
+            if first != other:
+                remedy = " Pad the sequence and the pool to a multiple of the ranks."
+                raise ValueError(
+                    f"{name} is {other} on rank {rank} and {first} on rank 0; it must be the same "
+                    f"on every rank.{remedy if 'shape' in name else ''}"
+                )
 
 
 def _exact(tensor: Tensor) -> Tensor:

@@ -143,11 +143,32 @@ def compile_a_step() -> None:
         torch.testing.assert_close(traced[name].grad, mine[name].grad, equal_nan=True)
 
 
-def refuse_uneven_shards() -> None:
-    tokens = 4 + dist.get_rank()
-    rows = torch.zeros(1, 1, tokens, 16)
-    with pytest.raises(ValueError, match="same shapes on every rank"):
-        context_parallel_attention(rows, rows, sliding_window_size=3, check_values=True)
+def refuse_what_one_rank_would() -> None:
+    """With check_values every rank raises at once; none waits for one that did."""
+    odd = dist.get_rank() == 1
+    rows = torch.zeros(1, 1, 4, 16)
+    longer = torch.zeros(1, 1, 5, 16) if odd else rows
+    double = rows.double() if odd else rows
+    offsets = torch.tensor([0, 4 if odd else 3, 8], dtype=torch.int32)
+    wanted = rows.clone().requires_grad_(odd)
+    calls: list[tuple[str, tuple[Tensor, ...], dict[str, Any]]] = [
+        ("query's shape is", (longer, longer), {}),
+        ("query's dtype is", (double, double), {}),
+        ("local_kv's requires_grad is True on rank 1", (rows, wanted), {}),
+        ("cu_seqlens is", (rows, rows), {"cu_seqlens": offsets}),
+        ("backend is", (rows, rows), {"backend": "nope" if odd else None}),
+        ("sliding_window_size is 2 on rank 1", (rows, rows), {"sliding_window_size": 3 - odd}),
+        ("local_kv is torch.float64", (rows, double), {}),  # on rank 0: rank 1 refuses
+    ]
+    for message, tensors, arguments in calls:
+        with pytest.raises(ValueError, match=message):
+            context_parallel_attention(
+                *tensors, **{"sliding_window_size": 3, **arguments}, check_values=True
+            )
+    group = dist.new_group([0])
+    if odd:
+        with pytest.raises(ValueError, match="group is one that this process is not in"):
+            context_parallel_attention(rows, rows, sliding_window_size=3, group=group)
 
 
 def split_along_tokens_by_dtensor() -> None:
@@ -169,7 +190,7 @@ def two_processes() -> None:
     compare_with_one_process()
     judge_by_budget()
     compile_a_step()
-    refuse_uneven_shards()
+    refuse_what_one_rank_would()
 
 
 def test_every_kind_equals_the_whole_sequence_on_one_process() -> None:
