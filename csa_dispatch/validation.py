@@ -20,11 +20,16 @@ MAX_ROWS = 2**31 - 1
 MAX_SCALE = torch.finfo(torch.float32).max
 
 
+def as_text(value: object) -> str:
+    """``str(value)`` in a form that dynamo follows when ``value`` is symbolic."""
+    return "{}".format(value)  # noqa: UP032
+
+
 def fail(
     argument: str, actual: object, required: str, remedy: str = "", error: type = ValueError
 ) -> NoReturn:
     """Raise ``error`` in the house form: argument, actual, required, remedy."""
-    text = f"{argument} is {actual}; it must be {required}"
+    text = f"{argument} is {as_text(actual)}; it must be {required}"
     raise error(f"{text}. {remedy}" if remedy else f"{text}.")
 
 
@@ -92,7 +97,7 @@ def _scalars(sliding_window_size: int, scale: float | None, compress_ratio: int 
     window = sliding_window_size
     if isinstance(window, bool) or not isinstance(window, (int, torch.SymInt)):
         kind = type(window).__name__
-        fail("sliding_window_size", f"{window!r} ({kind})", "an int", error=TypeError)
+        fail("sliding_window_size", f"{as_text(window)} ({kind})", "an int", error=TypeError)
     if window < 0:
         fail("sliding_window_size", window, "0 (no window) or more")
     if window > sys.maxsize:
@@ -189,7 +194,7 @@ def _kv(name: str, kv: Tensor, query: Tensor, order: Layout, sizes: dict[str, in
         fail(name, kv.dtype, f"of query's dtype, {query.dtype}", "Cast one of them.")
     for letter, size in zip(dims, kv.shape, strict=True):
         if letter != "G" and size != sizes[letter]:
-            required = [str(sizes[other]) if other != "G" else "G" for other in dims]
+            required = [f"{sizes[other]}" if other != "G" else "G" for other in dims]
             meaning = ", ".join(dims.replace("S", "T") if name == "local_kv" else dims)
             fail(
                 name,
@@ -210,7 +215,8 @@ def _kv_indices(kv_indices: Tensor, order: Layout, sizes: dict[str, int]) -> Non
         fail("kv_indices", kv_indices.dtype, "int32 or int64", "Cast it.", TypeError)
     wanted = [sizes[letter] for letter in order.token_dims]
     if kv_indices.ndim != len(wanted) + 1 or list(kv_indices.shape[:-1]) != wanted:
-        shape = f"[{', '.join(str(size) for size in wanted)}, K]"
+        sizes_wanted = ", ".join([f"{size}" for size in wanted])
+        shape = f"[{sizes_wanted}, K]"
         fail("kv_indices", f"of shape {_shape(kv_indices)}", f"{shape}, shared by all heads")
 
 

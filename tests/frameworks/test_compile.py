@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -279,3 +280,21 @@ def test_explain_in_traced_code_is_a_constant_of_the_graph(dynamic: bool | None)
         output, chosen, forced = compiled(*made)
         assert (chosen, forced) == ("eager", "attention_gym")
         torch.testing.assert_close(output, step(*made)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(1, 4, 5, 16)}, "local_kv is .*; it must be .*, G, "),
+        ({"kv_indices": torch.zeros(1, 5, 3).int()}, r"kv_indices is .*; it must be .*, K\]"),
+        ({"sliding_window_size": -4}, "sliding_window_size is .*; it must be 0"),
+        ({"sliding_window_size": 4.0}, r"sliding_window_size is .*\(float\).*; it must be an int"),
+    ],
+)
+def test_a_bad_argument_is_named_though_sizes_are_symbolic(
+    change: dict[str, Any], message: str
+) -> None:
+    arguments = {**inputs()._asdict(), "sliding_window_size": 4, **change}
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="eager")
+    with pytest.raises(Unsupported, match=f"(Value|Type)Error.*{message}"):
+        compiled(**arguments)
