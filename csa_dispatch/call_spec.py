@@ -75,30 +75,45 @@ class CallSpec(NamedTuple):
         return getattr(torch, self.dtype)
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": tuple(_name(dtype) for dtype in DTYPES),
+    "sink": ("none", *(_name(dtype) for dtype in DTYPES)),
+    "index_dtype": ("none", "int32", "int64"),
+    "documents": ("none", "cu_seqlens", "doc_ids"),
+    "strides": ("aligned", "unit", "any"),
+}
+"""Fields of a CallSpec that take one of a few words."""
+
+
 def check_spec(spec: CallSpec) -> None:
     """Refuse a hand-made CallSpec that describes no call ``attention()`` would take.
 
     Raises:
+        TypeError: a field of the wrong type.
         ValueError: a field out of its range, or two that contradict each other.
     """
-    dtypes = [_name(dtype) for dtype in DTYPES]
-    choices: dict[str, tuple[object, list[str]]] = {
-        "dtype": (spec.dtype, dtypes),
-        "documents": (spec.documents, ["none", "cu_seqlens", "doc_ids"]),
-        "sink": (spec.sink, ["none", *dtypes]),
-        "index_dtype": (spec.index_dtype, ["none", "int32", "int64"]),
-        "strides": (spec.strides, ["aligned", "unit", "any"]),
-        "kind": (spec.kind, [kind.value for kind in Kind]),
-    }
-    for field, (value, allowed) in choices.items():
+    if spec.kind not in list(Kind):
+        fail("kind", repr(spec.kind), f"one of {', '.join(kind.value for kind in Kind)}")
+    for field, allowed in CHOICES.items():
+        value = getattr(spec, field)
         if value not in allowed:
             fail(field, repr(value), f"one of {', '.join(allowed)}")
-    for field in ("batch", "heads", "kv_heads", "tokens", "head_dim"):
-        if getattr(spec, field) < 1:
-            fail(field, getattr(spec, field), "1 or more")
-    for field in ("pool", "slots", "window", "compress_ratio"):
-        if getattr(spec, field) < 0:
-            fail(field, getattr(spec, field), "0 or more")
+    least: dict[str, int] = dict.fromkeys(("batch", "heads", "kv_heads", "tokens", "head_dim"), 1)
+    least |= dict.fromkeys(("pool", "slots", "window"), 0)
+    least["compress_ratio"] = int(spec.kind is Kind.DENSE)
+    for field, smallest in least.items():
+        value = getattr(spec, field)
+        if isinstance(value, bool) or not isinstance(value, int):
+            fail(field, repr(value), "an int", error=TypeError)
+        if value < smallest:
+            fail(field, value, f"{smallest} or more")
+    needs = spec.needs_grad
+    if not isinstance(needs, tuple) or [type(item) for item in needs] != [bool] * 4:
+        fail("needs_grad", repr(needs), f"a bool for each of {', '.join(GRADIENT_INPUTS)}")
     if spec.heads % spec.kv_heads:
         fail("kv_heads", spec.kv_heads, f"a divisor of the {spec.heads} heads")
     if spec.documents == "cu_seqlens" and spec.batch != 1:
@@ -177,7 +192,3 @@ def deterministic_mode() -> bool:
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -30,9 +30,10 @@ from contextvars import ContextVar
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .call import Kind
+from .call_spec import CHOICES
 from .capabilities import Allowed, Between, OneOf
 from .operations import SPECS
 from .spec import Spec
@@ -104,6 +105,9 @@ def _allowed(where: str, operation: str, field: str, value: object) -> Allowed:
         unknown = set(value) - {"min", "max", "multiple_of"}
         if unknown:
             raise ValueError(f"{where}: when.{field} has unknown keys {sorted(unknown)}.")
+        for key, bound in value.items():
+            if isinstance(bound, bool) or not isinstance(bound, int):
+                raise ValueError(f"{where}: when.{field}.{key} is {bound!r}; it must be an int.")
         return Between(value.get("min", 0), value.get("max"), value.get("multiple_of", 1))
     values = value if isinstance(value, list) else [value]
     if field == "kind":
@@ -111,7 +115,22 @@ def _allowed(where: str, operation: str, field: str, value: object) -> Allowed:
             return OneOf(tuple(Kind(item) for item in values))
         except ValueError as error:
             raise ValueError(f"{where}: when.kind: {error}.") from None
+    _check_words(where, spec, field, values)
     return OneOf(tuple(values))
+
+
+def _check_words(where: str, spec: Any, field: str, values: list[object]) -> None:
+    """Refuse values that the field never has: such a rule would silently match nothing."""
+    words = CHOICES.get(field)
+    kind = type(spec._field_defaults[field]) if field in spec._field_defaults else None
+    for value in values:
+        if words is not None and value not in words:
+            known = ", ".join(words)
+            raise ValueError(f"{where}: when.{field} is {value!r}; it must be of {known}.")
+        if kind in (int, str, bool) and type(value) is not kind:
+            raise ValueError(
+                f"{where}: when.{field} is {value!r}; it must be of type {kind.__name__}."
+            )
 
 
 def _entry(where: str, text: object) -> Entry:
@@ -134,12 +153,16 @@ def parse_policy(data: Mapping[str, object], where: str) -> Policy:
     parsed: list[Rule] = []
     for position, rule in enumerate(rules):
         place = f"{where}: rule {position}"
+        if not isinstance(rule, Mapping):
+            raise ValueError(f"{place} is {rule!r}; it must be a table.")
         unknown = set(rule) - {"operation", "when", "prefer", "why"}
         prefer = rule.get("prefer")
         if unknown or not isinstance(prefer, list) or not prefer:
             known = "prefer, when, why and operation"
             raise ValueError(f"{place} has {known}; got {sorted(rule)}.")
         when = rule.get("when", {})
+        if not isinstance(when, Mapping):
+            raise ValueError(f"{place}: when is {when!r}; it must be a table.")
         operation = _operation(place, rule.get("operation", "attention"))
         parsed.append(
             Rule(

@@ -128,7 +128,8 @@ def doctor(
         for verdict in verdicts:
             table.add_row(marks[verdict.level], escape(verdict.what), escape(verdict.text))
         console.print(table)
-        summary = f"{len(problems)} problems" if problems else "nothing wrong"
+        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+        summary = count if problems else "nothing wrong"
         console.print(summary, highlight=False)
     if problems:
         raise typer.Exit(1)

@@ -198,13 +198,35 @@ def test_explain_answers_for_real_meta_and_fake_tensors_and_other_devices() -> N
         ({"slots": -1}, "slots is -1"),
         ({"dtype": "int8"}, "dtype is 'int8'; it must be one of float64"),
         ({"documents": "packed"}, "documents is 'packed'"),
+        ({"kind": Kind.DENSE}, "compress_ratio is 0; it must be 1 or more"),
+        ({"heads": "4"}, "heads is '4'; it must be an int"),
+        ({"needs_grad": True}, "needs_grad is True; it must be a bool for each of query"),
     ],
 )
 def test_specs_of_calls_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
     spec = CallSpec(**fields)
     for ask in (explain, resolve):
-        with pytest.raises(ValueError, match=re.escape(message)):
+        with pytest.raises((TypeError, ValueError), match=re.escape(message)):
             ask(spec)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("a", "rule 0 is 'a'; it must be a table"),
+        ({"prefer": ["eager"], "when": "a"}, "when is 'a'; it must be a table"),
+        ({"prefer": ["eager"], "when": {"heads": {"min": "4"}}}, "when.heads.min is '4'"),
+        ({"prefer": ["eager"], "when": {"heads": "64"}}, "when.heads is '64'; it must be of type"),
+        ({"prefer": ["eager"], "when": {"dtype": "bf16"}}, "when.dtype is 'bf16'; it must be of"),
+        (
+            {"prefer": ["eager"], "when": {"documents": ["none", "packed"]}},
+            "when.documents is 'packed'",
+        ),
+    ],
+)
+def test_rules_that_could_never_match_are_refused(rule: object, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_policy({"rule": [rule, {"prefer": ["eager"]}]}, "test policy")
 
 
 def test_missing_and_unknown_arguments_are_laid_at_the_right_door() -> None:
