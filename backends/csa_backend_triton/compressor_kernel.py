@@ -115,7 +115,34 @@ def pool_forward_kernel(
     tl.store(place, pooled.to(ENTRIES.dtype.element_ty), mask=column < D)
 
 
-@triton.jit(do_not_specialize=["entries", "rows", "each"])
+@triton.jit
+def store_zeros(
+    GRAD,
+    base,
+    stride_t,
+    entry,
+    tokens,
+    column,
+    D: tl.constexpr,
+    RATIO: tl.constexpr,
+    OVERLAPPING: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Zero what no entry pools after the last one: trailing tokens, branch a of its own block."""
+    slot = tl.arange(0, SLOTS)
+    slots: tl.constexpr = 2 * RATIO if OVERLAPPING else RATIO
+    zeros = tl.zeros((SLOTS, column.shape[0]), GRAD.dtype.element_ty)
+    inside = (column < D)[None, :]
+    token = ((entry + 1) * RATIO + slot % RATIO).to(tl.int64)
+    place = base + (token * stride_t + (slot // RATIO) * D)[:, None] + column[None, :]
+    tl.store(GRAD + place, zeros, mask=((slot < slots) & (token < tokens))[:, None] & inside)
+    if OVERLAPPING:
+        token = (entry * RATIO + slot).to(tl.int64)
+        place = base + (token * stride_t)[:, None] + column[None, :]
+        tl.store(GRAD + place, zeros, mask=(slot < RATIO)[:, None] & inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "entries", "rows", "each"])
 def pool_backward_kernel(
     VALUES,
     GATES,
@@ -137,6 +164,7 @@ def pool_backward_kernel(
     d_stride_c,
     o_stride_b,
     o_stride_t,
+    tokens,
     entries,
     rows,
     each,
@@ -153,7 +181,8 @@ def pool_backward_kernel(
     """One program: COLUMNS channels of ``each`` consecutive entries.
 
     A token's branch is pooled by one entry alone, so its gradients are plain stores (rows of
-    stride ``o_stride_t``). The bias' gradient is summed over the program's entries into
+    stride ``o_stride_t``); unless PACKED, the last entry's program zeroes what none pools. The
+    bias' gradient is summed over the program's entries into
     PARTIAL ``[programs, slots, D]``, fp32, which the launcher adds up.
     """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -182,6 +211,35 @@ def pool_backward_kernel(
                 tl.store(GRAD_GATES + out, of_gates.to(GRAD_GATES.dtype.element_ty), mask=mask)
             if NEED_BIAS:
                 total += tl.where(mask, of_gates, 0.0)
+        if not PACKED:  # noqa: SIM102 - decided when compiled
+            if entry == entries - 1:
+                base = batch * o_stride_b
+                if NEED_VALUES:
+                    store_zeros(
+                        GRAD_VALUES,
+                        base,
+                        o_stride_t,
+                        entry,
+                        tokens,
+                        column,
+                        D,
+                        RATIO,
+                        OVERLAPPING,
+                        SLOTS,
+                    )
+                if NEED_GATES:
+                    store_zeros(
+                        GRAD_GATES,
+                        base,
+                        o_stride_t,
+                        entry,
+                        tokens,
+                        column,
+                        D,
+                        RATIO,
+                        OVERLAPPING,
+                        SLOTS,
+                    )
     if NEED_BIAS:
         slot = tl.arange(0, SLOTS)
         slots: tl.constexpr = 2 * RATIO if OVERLAPPING else RATIO

@@ -12,10 +12,9 @@ from csa_dispatch.compressor_call import CompressorCall, CompressorNeeds, entry_
 from .compressor_kernel import pool_backward_kernel, pool_forward_kernel
 from .launching import launch, programs_to_fill
 
-TILE = 8192
-"""Slots times channels of a tile."""
-ROUNDS = 4
-"""Backward programs for each that runs at once: each keeps a sum of the bias' gradient."""
+ROUNDS = 8
+"""Backward programs for each that ``programs_to_fill`` counts: they are small, but each keeps a
+sum of the bias' gradient."""
 
 
 class Tile(NamedTuple):
@@ -28,12 +27,20 @@ def _power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def tile_of(call: CompressorCall) -> Tile:
-    """All slots of an entry by as many channels as fit."""
+def tile_of(call: CompressorCall, *, backward: bool) -> Tile:
+    """All slots of an entry by so many channels that a thread holds 32 to 64 elements.
+
+    Few slots get one warp: they are then summed within threads. Sums across warps go through
+    shared memory; on an H200 they made tiles of 8 slots three times slower.
+    """
     slots = _power_of_two(call.slots)
-    columns = max(16, min(_power_of_two(call.head_dim), TILE // slots))
-    # Sums over slots cross warps: for few slots eight took up to 3.4 times as long on an H200.
-    return Tile(slots, columns, 8 if slots > 16 and slots * columns >= 4096 else 4)
+    if slots <= 16:
+        wide = not backward and call.values.element_size() == 2
+        columns, warps = (256 if wide else 128) * 8 // max(8, slots), 1
+    else:
+        columns = max(16, (4096 if backward else 8192) // slots)
+        warps = 4 if slots <= 256 else 8
+    return Tile(slots, max(16, min(columns, _power_of_two(call.head_dim))), warps)
 
 
 def _tables(call: CompressorCall) -> tuple[Tensor | None, Tensor | None]:
@@ -59,7 +66,7 @@ def _constants(call: CompressorCall, tile: Tile) -> dict[str, int | bool]:
 
 def forward(call: CompressorCall) -> Tensor:
     """Entries ``[B, T // r, D]`` in the values' dtype."""
-    values, gates, tile = call.values, call.gates, tile_of(call)
+    values, gates, tile = call.values, call.gates, tile_of(call, backward=False)
     batch, size = values.shape[0], call.head_dim
     entries = values.new_empty(batch, call.entries, size)
     launch(
@@ -85,7 +92,7 @@ def backward(
     call: CompressorCall, grad_entries: Tensor, needs: CompressorNeeds
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of values, gates and position_bias, those that ``needs`` asks for."""
-    values, gates, tile = call.values, call.gates, tile_of(call)
+    values, gates, tile = call.values, call.gates, tile_of(call, backward=True)
     size, rows = call.head_dim, values.shape[0] * call.entries
     column_blocks = -(-size // tile.columns)
     need_values, need_gates, need_bias = needs
@@ -115,6 +122,7 @@ def backward(
             *grad_entries.stride(),
             values.shape[1] * token_stride,
             token_stride,
+            values.shape[1],
             call.entries,
             rows,
             each,
@@ -127,19 +135,14 @@ def backward(
     )
     grad_bias = None
     if partial is not None:
-        by_branch = partial.sum(0).split(call.compress_ratio)
-        grad_bias = torch.cat(by_branch, 1).to(call.position_bias.dtype)
+        by_branch = partial.sum(0).unflatten(0, (-1, call.compress_ratio))
+        grad_bias = by_branch.transpose(0, 1).flatten(1).to(call.position_bias.dtype)
     return grad_values, grad_gates, grad_bias
 
 
 def _gradient(call: CompressorCall) -> Tensor:
-    """Memory for a gradient ``[B, T, C]``, 0 in whatever no entry pools."""
-    values, ratio = call.values, call.compress_ratio
-    if call.cu_seqlens is not None:
+    """Memory for a gradient ``[B, T, C]``; 0 where the kernel does not see to that itself."""
+    values = call.values
+    if call.cu_seqlens is not None or not call.entries:
         return values.new_zeros(values.shape)
-    gradient = values.new_empty(values.shape)
-    end = call.entries * ratio
-    gradient[:, end:] = 0
-    if call.overlapping:
-        gradient[:, max(0, end - ratio) : end, : call.head_dim] = 0
-    return gradient
+    return values.new_empty(values.shape)
