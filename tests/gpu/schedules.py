@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false
 """Run the Hopper kernels on an H100 or H200 under disturbed schedules: the bits must not change.
 
     PYTHONPATH=.:backends python tests/gpu/schedules.py [--rounds N]
