@@ -11,6 +11,8 @@ from torch import Tensor
 
 from csa_dispatch import IndexerCall, IndexerCapabilities, OneOf, Operation, visible_entries
 
+from .largest import largest
+
 TILE_BYTES = 64 * 2**20
 """Most that a tile's temporaries take, whatever T and S; one token may take more."""
 
@@ -21,7 +23,7 @@ CAPABILITIES = IndexerCapabilities(dtype=OneOf(("float64", "float32", "bfloat16"
 
 
 class EagerIndexer(Operation):
-    """Picks on any device, without a sync."""
+    """Picks on any device, without a sync; the first of equal scores, in ascending order."""
 
     forward_capabilities = CAPABILITIES
 
@@ -51,7 +53,7 @@ def _accumulation(tensor: Tensor) -> torch.dtype:
 
 
 def _picks(call: IndexerCall, row: int, span: slice, start: Tensor, end: Tensor) -> Tensor:
-    """Picks of the tokens ``span`` of a batch row, int32, best first, -1 unused."""
+    """Picks of the tokens ``span`` of a batch row, int32, ascending, then -1."""
     dtype = _accumulation(call.index_query)
     query = call.index_query[row, :, span].transpose(0, 1).to(dtype)  # [n, H, D]
     weights = call.weights[row, span].to(dtype)[:, None]  # [n, 1, H]
@@ -69,7 +71,8 @@ def _picks(call: IndexerCall, row: int, span: slice, start: Tensor, end: Tensor)
         scores = torch.where(scores > lowest, scores, lowest)
         scores.masked_fill_((entry < start) | (entry >= end), -torch.inf)
         scores = torch.cat((best, scores), dim=1)
-        best, place = scores.topk(min(call.topk, scores.shape[1]), dim=1)
+        # What is kept of earlier runs stands in their order, before this one.
+        best, place = largest(scores, min(call.topk, scores.shape[1]))
         entries = torch.cat((picks, entry.to(picks.dtype).expand(len(picks), -1)), dim=1)
         picks = entries.gather(1, place)
     return torch.where(best > -torch.inf, picks - start, -1)

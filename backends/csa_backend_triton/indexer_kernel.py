@@ -89,10 +89,14 @@ def score_kernel(
 
 @triton.jit
 def ordinals(SCORES, entry, end):
-    """Scores as int32 of the same order; NaN and -inf lowest, below that what is not seen."""
+    """Scores as int32 of the same order; NaN and -inf lowest, below that what is not seen.
+
+    -0.0 is 0.0: it comes of products too small for fp32.
+    """
     score = tl.load(SCORES + entry, mask=entry < end, other=0.0)
     score = tl.where(score > LOWEST, score, LOWEST)
     bits = score.to(tl.int32, bitcast=True)
+    bits = tl.where(score == 0.0, 0, bits)
     return tl.where(entry < end, bits ^ ((bits >> 31) & 0x7FFFFFFF), UNSEEN)
 
 

@@ -108,8 +108,9 @@ def lightning_indexer(
 
     Returns:
         int32 ``[B, T, topk]``, contiguous: a token's ``min(topk, visible)`` distinct picks in no
-        promised order, then -1. Which of several equal scores is picked is not promised, nor
-        is the choice among scores that are NaN. Rows past the last document hold -1.
+        promised order, then -1. Of equal scores the lowest indices are picked by ``eager`` and
+        ``triton``; foreign backends may pick others. Scores that are NaN have no promised
+        order. Rows past the last document hold -1.
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, what it is and must be.

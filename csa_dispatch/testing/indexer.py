@@ -36,8 +36,10 @@ class IndexerCase:
     Attributes:
         pool: rows of index_keys; None for as many as the tokens make.
         documents: lengths of packed documents, or empty.
-        content: ``"normal"``, ``"ties"`` (equal keys), ``"negative"`` (no score above 0),
-            ``"unseen NaN"`` (in all rows that nothing sees) or ``"NaN"`` (in rows that are seen).
+        content: ``"normal"``, ``"negative"`` (no score above 0), ``"zeros"`` (no product above
+            0), ``"integers"`` (small ones: exact sums, many of them equal), ``"ties"`` (small
+            integers, all keys equal), ``"unseen NaN"`` (in all rows that nothing sees) or
+            ``"NaN"`` (in rows that are seen).
         memory: ``"contiguous"`` or ``"strided"`` (heads beside tokens, columns apart).
     """
 
@@ -85,6 +87,21 @@ CASES = (
 """What every backend must get right, in float32; ``indexer_cases`` has the other dtypes."""
 
 
+TIES = (
+    IndexerCase("equal", tokens=24, content="ties"),
+    IndexerCase("zeros", tokens=40, content="zeros", topk=5),
+    IndexerCase("border", batch=2, heads=4, tokens=90, head_dim=8, compress_ratio=1, topk=11,
+                content="integers"),
+    IndexerCase("negative-border", heads=1, tokens=40, head_dim=3, compress_ratio=1, topk=7,
+                content="integers", seed=1),
+    IndexerCase("packed-border", heads=2, tokens=70, head_dim=4, compress_ratio=1, topk=6,
+                documents=(25, 0, 1, 38), content="integers", seed=2),
+    IndexerCase("past-border", heads=2, tokens=4, past=60, head_dim=4, compress_ratio=2, topk=9,
+                content="integers", seed=3),
+)  # fmt: skip
+"""Calls whose scores are exact, and equal at the border of what is picked."""
+
+
 def indexer_cases(dtypes: Sequence[str] = ("float32", "bfloat16")) -> list[IndexerCase]:
     """``CASES`` in each of ``dtypes``, weights in turn float32 and of the query's dtype."""
     found = []
@@ -113,10 +130,14 @@ def build_indexer(case: IndexerCase, device: torch.device | str = "cpu") -> Inde
     query = torch.randn(shape, generator=generator)
     keys = torch.randn(case.batch, pool, case.head_dim, generator=generator)
     weights = torch.randn(case.batch, case.tokens, case.heads, generator=generator)
+    if case.content in ("ties", "integers"):
+        query, keys, weights = (item.round().clamp(-2, 2) for item in (query, keys, weights))
     if case.content == "ties":
         keys = keys[:, :1].expand(-1, pool, -1).clone()
     elif case.content == "negative":
         weights = -weights.abs() - 0.1
+    elif case.content == "zeros":
+        query, keys = query.abs(), -keys.abs()
     elif case.content == "NaN":
         keys[:, 1::3] = torch.nan
     call = IndexerCall(
@@ -166,6 +187,21 @@ def oracle_scores(call: IndexerCall, batch: int, token: int) -> tuple[Tensor, Te
     scores = (weights[:, None] * (query @ keys.mT).clamp(min=0)).sum(0)
     magnitudes = (weights.abs()[:, None] * (query.abs() @ keys.abs().mT)).sum(0)
     return scores, magnitudes
+
+
+def first_of_equals(call: IndexerCall) -> Tensor:
+    """The picks, ascending, where of equal scores the lowest indices are taken.
+
+    ``eager`` and ``triton`` promise them where scores come out exactly, as in ``TIES``.
+    """
+    batch, _, tokens, _ = call.index_query.shape
+    picks = torch.full((batch, tokens, call.topk), -1, dtype=torch.int32)
+    for row in range(batch):
+        for token in range(tokens):
+            scores, _ = oracle_scores(call, row, token)
+            order = scores.sort(descending=True, stable=True).indices[: call.topk]
+            picks[row, token, : len(order)] = order.sort().values.to(torch.int32)
+    return picks
 
 
 def judge_picks(

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from csa_backend_eager import indexer as eager_indexer
+from csa_backend_eager import largest as eager_largest
+from csa_backend_eager.largest import largest
 
 from csa_dispatch import BackendRefused, IndexerCall, IndexerSpec, backends, explain
 from csa_dispatch.bench.memory import extra_memory
 from csa_dispatch.functional import lightning_indexer
 from csa_dispatch.testing.indexer import (
     INDEXER_MUTANTS,
+    TIES,
     IndexerCase,
     build_indexer,
+    first_of_equals,
     indexer_cases,
     indexer_run,
     judge_picks,
+    oracle_scores,
 )
 
 CASES = {case.name: case for case in indexer_cases(("float32", "bfloat16", "float64"))}
@@ -59,18 +66,71 @@ def test_a_backward_is_not_recorded():
     assert not picks.requires_grad
 
 
-def test_steps_pick_what_the_whole_sequence_picks():
-    # Many heads: hardly any score is exactly 0, and none ties.
-    call = build_indexer(IndexerCase("whole", tokens=41, topk=3, heads=24))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("case", TIES, ids=lambda case: case.name)
+def test_of_equal_scores_the_lowest_indices_are_picked(case: IndexerCase, dtype: str):
+    call = build_indexer(replace(case, dtype=dtype))
+    assert torch.equal(indexer_run("eager")(call), first_of_equals(call))
+
+
+@pytest.mark.parametrize("case", TIES, ids=lambda case: case.name)
+def test_the_calls_with_ties_have_them_where_picks_end(case: IndexerCase):
+    call = build_indexer(case)
+    found = 0
+    for token in range(case.tokens):
+        scores = oracle_scores(call, 0, token)[0].sort(descending=True).values
+        found += len(scores) > case.topk and bool(scores[case.topk - 1] == scores[case.topk])
+    assert found > 0
+
+
+def test_runs_of_entries_do_not_change_which_of_equals_are_picked(monkeypatch: pytest.MonkeyPatch):
+    whole = [indexer_run("eager")(build_indexer(case)) for case in TIES]
+    monkeypatch.setattr(eager_indexer, "ENTRIES", 5)
+    for case, picks in zip(TIES, whole, strict=True):
+        assert torch.equal(indexer_run("eager")(build_indexer(case)), picks), case.name
+
+
+def test_negative_zero_is_equal_to_zero():
+    scores = torch.tensor([[0.0, -0.0, -1.0, 0.0, 1.0, -0.0], [-0.0, 0.0, -0.0, 0.0, -0.0, 0.0]])
+    values, columns = largest(scores, 3)
+    assert columns.tolist() == [[0, 1, 4], [0, 1, 2]]
+    assert values.tolist() == [[0, 0, 1], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["some rows", "all rows, without a sync"])
+@pytest.mark.parametrize("count", [1, 7, 30])
+def test_the_largest_are_the_first_of_a_stable_sort(
+    count: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(eager_largest, "may_wait", lambda scores: waits)
+    scores = torch.randint(-2, 3, (200, 30), generator=torch.Generator().manual_seed(0)).float()
+    scores[::2, 11:] = -torch.inf
+    values, columns = largest(scores, count)
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    for row, found in enumerate(columns):
+        finite = [place for place in order[row].tolist() if scores[row, place] > -torch.inf]
+        assert found[: len(finite)].tolist() == sorted(finite)
+    assert torch.equal(values, scores.gather(1, columns))
+    assert bool((values[::2, 11:] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("case", ["normal", *TIES], ids=lambda case: getattr(case, "name", case))
+def test_steps_pick_what_the_whole_sequence_picks(case: IndexerCase | str):
+    if not isinstance(case, IndexerCase):
+        # Many heads: hardly any score is exactly 0, and none ties.
+        case = IndexerCase("whole", tokens=41, topk=3, heads=24)
+    elif case.documents or case.past:
+        pytest.skip("not the beginning of one sequence")
+    call = build_indexer(case)
     whole = indexer_run(None)(call)
-    for past in range(41):
+    for past in range(case.tokens):
         step = call._replace(
             index_query=call.index_query[:, :, past : past + 1],
             weights=call.weights[:, past : past + 1],
-            index_keys=call.index_keys[:, : (past + 1) // 4],
+            index_keys=call.index_keys[:, : (past + 1) // case.compress_ratio],
             past=past,
         )
-        assert set(indexer_run(None)(step)[0, 0].tolist()) == set(whole[0, past].tolist())
+        assert torch.equal(indexer_run(None)(step)[:, 0], whole[:, past])
 
 
 def test_it_compiles_and_takes_fake_tensors():

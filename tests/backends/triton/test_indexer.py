@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import pytest
 import torch
 from csa_backend_triton import indexer
 
+from csa_dispatch import IndexerCall, visible_entries
 from csa_dispatch.testing.indexer import (
+    TIES,
     IndexerCase,
     build_indexer,
+    first_of_equals,
     indexer_cases,
     indexer_run,
     judge_picks,
@@ -40,9 +44,29 @@ def test_picks_are_the_oracles(name: str, device: str) -> None:
     check(CASES[name], device)
 
 
-def test_picks_ascend_and_the_first_of_equal_scores_win(device: str) -> None:
-    picks = check(CASES["ties-float32"], device)[0]
-    assert picks[-1].tolist() == [0, 1]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", TIES, ids=lambda case: case.name)
+def test_of_equal_scores_the_lowest_indices_are_picked(
+    case: IndexerCase, dtype: str, device: str
+) -> None:
+    case = replace(case, dtype=dtype)
+    picks = indexer_run("triton")(build_indexer(case, device)).cpu()
+    assert torch.equal(picks, first_of_equals(build_indexer(case)))
+
+
+def test_negative_zero_is_equal_to_zero(device: str) -> None:
+    # Products too small for fp32 may be rounded to either.
+    scores = torch.zeros(40, device=device)
+    scores[::3] = -0.0
+    query, keys = torch.zeros(1, 1, 1, 16, device=device), torch.zeros(1, 40, 16, device=device)
+    call = IndexerCall(query, keys, query.new_zeros(1, 1, 1), 5, 1, 39, None, None)
+    start, end = visible_entries(call)
+    picks = torch.empty(1, 1, 5, dtype=torch.int32, device=device)
+    indexer._select(call, start, end, scores, 40, 0, 1, 40, picks)
+    assert picks[0, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_picks_ascend(device: str) -> None:
     picks = check(IndexerCase("long", tokens=40, topk=5, compress_ratio=1), device)[0]
     assert bool((picks[10:].diff(dim=-1) > 0).all())
 
