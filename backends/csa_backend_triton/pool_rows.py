@@ -26,16 +26,32 @@ SORT_BYTES_A_SLOT = 48
 
 
 class PoolRows:
-    """The gradient of a gathered pool in the making, fp32 ``[B, G, S, D]``."""
+    """Some columns of a gathered pool's gradient in the making.
+
+    Attributes:
+        total: fp32 ``[B, G, S, columns]``.
+    """
 
     def __init__(
-        self, upstream: Upstream, stored: Stored, atomic: bool, tile: SlotTile | None = None
+        self,
+        upstream: Upstream,
+        stored: Stored,
+        atomic: bool,
+        columns: slice = slice(None),
+        tile: SlotTile | None = None,
     ) -> None:
-        self._upstream, self._stored, self._tile = upstream, stored, tile
-        self._orders = None if atomic else SlotOrders(upstream.operands, stored.chunk)
-        pool = upstream.operands.pool
+        self._stored, self._tile = stored, tile
+        operands, *_, grad_output, _ = upstream
+        call, pool = operands.call, operands.pool
         assert pool is not None
-        self.total = torch.zeros(pool.shape, dtype=torch.float32, device=pool.device)
+        # The rows' columns are those of the query and of the upstream gradient.
+        call = call._replace(query=call.query[..., columns])
+        self._upstream = upstream._replace(
+            operands=operands._replace(call=call), grad_output=grad_output[..., columns]
+        )
+        self._orders = None if atomic else SlotOrders(operands, stored.chunk)
+        shape = pool[..., columns].shape
+        self.total = torch.zeros(shape, dtype=torch.float32, device=pool.device)
 
     def add(self, first: int, end: int) -> None:
         """Add what the chunk of flat tokens ``first .. end - 1`` selected."""
@@ -49,10 +65,6 @@ class PoolRows:
         rows = query.new_empty(shape, dtype=self._stored.p.dtype)
         _slot_rows(self._upstream, self._stored, rows, first, end, False, self._tile)
         _add_in_order(operands, rows, entry, pointers, self.total)
-
-    def gradient(self) -> Tensor:
-        """``[B, G, S, D]`` in the pool's dtype."""
-        return self.total.to(self._upstream.operands.call.query.dtype)
 
 
 def _slot_rows(

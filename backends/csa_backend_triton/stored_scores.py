@@ -9,8 +9,11 @@ from torch import Tensor
 
 from .operands import Operands
 
-WORKSPACE_BYTES = 352 << 20
-"""Most that the buffers of one chunk of tokens may take, beside delta and fp32 sums."""
+WORKSPACE_BYTES = 480 << 20
+"""Most that a pool's fp32 sums and the buffers of one chunk of tokens take, beside delta."""
+
+CHUNK_BYTES = 352 << 20
+"""Most that the buffers of one chunk of tokens take; larger ones gain nothing."""
 
 WINDOW_KEYS = 64
 """Key rows of one program of ``window_rows_kernel``."""
@@ -58,7 +61,7 @@ def allocate(
     window: bool,
     slots: bool,
     deterministic: bool,
-    workspace: int = WORKSPACE_BYTES,
+    workspace: int = CHUNK_BYTES,
 ) -> Stored:
     """Buffers for chunks of equal length that fit ``workspace`` bytes if one token does.
 

@@ -87,7 +87,7 @@ def pieces(call: Call, upstream_grad: Tensor, piece: str, tile: Any) -> Callable
     if piece == "order":
         return lambda: slot_order(operands, 0, tokens, 1)
     if piece in ("slots", "slots-ordered"):
-        rows = PoolRows(upstream, stored, piece == "slots", tile)
+        rows = PoolRows(upstream, stored, piece == "slots", tile=tile)
         return lambda: rows.add(0, tokens)
     raise ValueError(piece)
 

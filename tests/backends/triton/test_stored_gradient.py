@@ -1,13 +1,16 @@
-"""KV gradients from stored P and dS, in chunks and rings far smaller than the call."""
+"""KV gradients from stored P and dS, in chunks, rings and column pieces far below the call's."""
 
 from __future__ import annotations
 
 import functools
 
 import pytest
+import torch
 from csa_backend_triton import backend, portable_backward, stored_gradient
+from csa_backend_triton.operands import operands_of
+from csa_backend_triton.stored_scores import WORKSPACE_BYTES
 
-from csa_dispatch.call import Kind
+from csa_dispatch.call import Call, Kind
 from csa_dispatch.testing import Case, backend_run, check_case
 
 TWO_CHUNKS = 40_000
@@ -28,6 +31,12 @@ CASES = [
         FEW_TOKENS_A_CHUNK,
         Case(kind=Kind.WINDOW, dtype="float16", documents="cu_seqlens", tokens=20, **SHAPE),
     ),
+    # The pool's sums in pieces of 64, 64 and 16 columns.
+    (FEW_TOKENS_A_CHUNK, Case(dtype="float32", tokens=8, **{**SHAPE, "head_dim": 144})),
+    (
+        FEW_TOKENS_A_CHUNK,
+        Case(dtype="bfloat16", tokens=8, deterministic=True, **{**SHAPE, "head_dim": 144}),
+    ),
     (
         FEW_TOKENS_A_CHUNK,
         Case(kind=Kind.DENSE, dtype="bfloat16", documents="doc_ids", tokens=9, **SHAPE),
@@ -46,3 +55,17 @@ def test_chunks_of_tokens_add_up(
     monkeypatch.setattr(portable_backward, "keeps_window", lambda operands: True)
     result = check_case(case, backend_run(backend), device=device)
     assert result.status == "pass", result.message
+
+
+@pytest.mark.parametrize(
+    ("pool", "columns"),
+    [(1, 512), (2**15, 512), (2**17, 512), (2**18, 256), (2**19, 128), (2**24, 64)],
+)
+def test_sums_keep_to_the_workspace(pool: int, columns: int) -> None:
+    """All columns of a pool that leaves room for chunks, else a multiple of 64, 64 at least."""
+    row = torch.empty(1, 1, 1, 512, device="meta")
+    slots = torch.empty(1, 1, 1, dtype=torch.int32, device="meta")
+    wide = torch.empty(1, 1, pool, 512, device="meta")
+    call = Call(row, row, wide, slots, None, None, None, None, 1, None, 1.0)
+    found = stored_gradient.columns_at_once(operands_of(call, None), WORKSPACE_BYTES)
+    assert found == columns
