@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from torch import Tensor
 
 from csa_dispatch import (
@@ -17,6 +19,7 @@ from csa_dispatch import (
 )
 
 from .entry_points import availability
+from .indexer import CudnnIndexer
 from .slots import addresses_fit, dense_slots_bounded, padded, spec_slots
 
 BLACKWELL = (100, 103)
@@ -83,6 +86,7 @@ class CudnnBackend(Backend):
     backward_capabilities = BACKWARD
     backward_uses_lse = True
     evidence = "SM90: verified; SM100, SM103: lowered"
+    operations = MappingProxyType({"lightning_indexer": CudnnIndexer()})
 
     def probe(self) -> Availability:
         return availability()

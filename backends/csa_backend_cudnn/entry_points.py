@@ -1,4 +1,4 @@
-"""The two functions of nvidia-cudnn-frontend that the adapter calls, and what they must accept."""
+"""The functions of nvidia-cudnn-frontend that the adapter calls, and what they must accept."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ DISTRIBUTION = "nvidia-cudnn-frontend"
 REMEDY = "pip install 'csa-dispatch[cudnn]'"
 PACKAGE = "cudnn.deepseek_sparse_attention"
 FORWARD, BACKWARD = "sparse_attention_forward_wrapper", "sparse_attention_backward_wrapper"
+SCORES, TOP_K = "indexer_forward_wrapper", "indexer_top_k_wrapper"
 
 FILES = {
     FORWARD: Path("deepseek_sparse_attention", "sparse_attention_forward", "api.py"),
     BACKWARD: Path("deepseek_sparse_attention", "sparse_attention_backward", "api.py"),
+    SCORES: Path("deepseek_sparse_attention", "indexer_forward", "api.py"),
+    TOP_K: Path("deepseek_sparse_attention", "indexer_top_k", "api.py"),
 }
 """Where each function is defined, below the package ``cudnn``."""
 
@@ -33,6 +36,13 @@ REQUIRED: dict[str, frozenset[str]] = {
             *("topk_length", "deterministic", "q_cluster_mode"),
         }
     ),
+    SCORES: frozenset(
+        {
+            *("q", "k", "w", "ratio", "cu_seqlens_q", "cu_seqlens_k"),
+            *("max_seqlen_q", "max_seqlen_k", "q_causal_offsets"),
+        }
+    ),
+    TOP_K: frozenset({"input_values", "seq_lens", "top_k", "return_val", "deterministic"}),
 }
 """Parameters whose presence makes a version new enough."""
 
@@ -60,10 +70,33 @@ class EntryPoints(NamedTuple):
     backward: Callable[..., Any]
 
 
+class IndexerEntryPoints(NamedTuple):
+    """cuDNN's indexer scores and top-k (SM90, SM100), on packed documents.
+
+    scores(q bf16 ``[T, H, D]``, k bf16 ``[S, 1, D]``, w ``[T, H]``, ratio, cu_seqlens_q and
+    cu_seqlens_k int32 ``[N + 1]``, max_seqlen_q, max_seqlen_k, q_causal_offsets int32 ``[N]``) ->
+    scores fp32 ``[T, max_seqlen_k]``, ``sum_h w relu(q . k)``; columns count from a document's
+    first entry, and what a token does not see is -inf.
+
+    top_k(input_values ``[T, N]``, seq_lens int32 ``[T]``, top_k, return_val, deterministic) ->
+    indices int32 ``[T, top_k]`` of the largest among the first seq_lens columns; deterministic:
+    ascending and the lowest of equals; then -1.
+    """
+
+    scores: Callable[..., Any]
+    top_k: Callable[..., Any]
+
+
 def entry_points() -> EntryPoints:
     """Import cuDNN's frontend (seconds, the first time) and return its two functions."""
     package = importlib.import_module(PACKAGE)
     return EntryPoints(getattr(package, FORWARD), getattr(package, BACKWARD))
+
+
+def indexer_entry_points() -> IndexerEntryPoints:
+    """As ``entry_points``, the two functions of the indexer."""
+    package = importlib.import_module(PACKAGE)
+    return IndexerEntryPoints(getattr(package, SCORES), getattr(package, TOP_K))
 
 
 def availability() -> Availability:

@@ -10,11 +10,20 @@ from pathlib import Path
 
 import pytest
 from csa_backend_cudnn import backend, entry_points
-from csa_backend_cudnn.entry_points import BACKWARD, FILES, FORWARD, REQUIRED, availability
+from csa_backend_cudnn.entry_points import (
+    BACKWARD,
+    FILES,
+    FORWARD,
+    REQUIRED,
+    SCORES,
+    TOP_K,
+    availability,
+)
 
 import csa_dispatch
 from csa_dispatch import CallSpec, load_policy, use_policy
 from csa_dispatch.testing import Boundary, boundaries_for
+from tests.backends.cudnn import documented_indexer
 from tests.backends.cudnn.documented import Recorder
 
 TRAINING = CallSpec(needs_grad=(True,) * 4)
@@ -79,7 +88,14 @@ def test_absence_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_stand_in_takes_what_is_probed_for():
-    for function, name in ((Recorder.forward, FORWARD), (Recorder.backward, BACKWARD)):
+    stand_ins = {
+        FORWARD: Recorder.forward,
+        BACKWARD: Recorder.backward,
+        SCORES: documented_indexer.scores,
+        TOP_K: documented_indexer.top_k,
+    }
+    assert set(stand_ins) == set(REQUIRED)
+    for name, function in stand_ins.items():
         assert set(inspect.signature(function).parameters) >= REQUIRED[name]
 
 

@@ -14,10 +14,14 @@ from csa_backend_cudnn.entry_points import availability
 
 from csa_dispatch import CallSpec
 from tests.backends.cudnn.lowering import KERNELS, SUPPORT
+from tests.backends.cudnn.lowering_indexer import CALLS, CAPABILITIES
 
 ROOT = Path(__file__).parents[3]
 OURS_ALONE = {"SM90 backward, int64 slots"}
 """What the package refuses and the adapter never gives it, as it writes its own slots."""
+
+NOT_TUNED = {"head_dim 64"}
+"""What the package's scores take on SM100 beside the head_dim they say they are tuned for."""
 
 FEW = {
     "sm_100a": ["forward, 64 heads", "backward, 64 heads"],
@@ -25,12 +29,12 @@ FEW = {
 }
 
 
-def run(arch: str, *kernels: str) -> list[list]:
+def run(arch: str, *kernels: str, program: str = "lowering") -> list[list]:
     reason = availability().reason
     if reason is not None:
         pytest.skip(str(reason))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.backends.cudnn.lowering", arch, *kernels],
+        [sys.executable, "-m", f"tests.backends.cudnn.{program}", arch, *kernels],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -75,3 +79,22 @@ def test_kernels_lower_and_the_package_supports_what_we_claim_and_no_less(arch: 
 @pytest.mark.parametrize("arch", FEW)
 def test_every_kernel_lowers(arch: str):
     check(run(arch, *KERNELS), arch, list(KERNELS))
+
+
+@pytest.mark.parametrize("arch", CAPABILITIES)
+def test_the_indexers_kernels_lower_and_what_it_accepts_is_what_we_claim(arch: str):
+    rows = run(arch, program="lowering_indexer")
+    major, minor = CAPABILITIES[arch]
+    claims = backend.operations["lightning_indexer"].forward_capabilities
+    said = {row[1]: row[2] for row in rows if row[0] == "call"}
+    assert set(said) == {case.name for case in CALLS}
+    for case in CALLS:
+        claimed = not claims.reasons(case.spec("cuda", major * 10 + minor))
+        accepted = said[case.name] == "accepted"
+        assert accepted == claimed or (accepted and case.name in NOT_TUNED), said[case.name]
+    kernels = [row[1:] for row in rows if row[0] == "kernel"]
+    assert {name for name, *_ in kernels} == {"scores", "top_k"}
+    for name, target, tensor_core, multiprocessor in kernels:
+        assert target == arch
+        assert multiprocessor == major * 10 + minor
+        assert (tensor_core > 0) == (name == "scores")
