@@ -14,7 +14,7 @@ from csa_dispatch.call_spec import CallSpec, spec_of
 from csa_dispatch.capabilities import Between, Capabilities, OneOf
 from csa_dispatch.reasons import Reason
 
-from .choice import backward_of, forward_of
+from .choice import backward_of, forward_of, on_hopper
 from .compressor import TritonCompressor
 from .indexer import TritonIndexer
 from .interpreter import is_interpreted
@@ -90,6 +90,10 @@ class TritonBackend(Backend):
         return run(call, bounds, output, lse, grad_output, needs, spec.deterministic)
 
     def notes(self, spec: CallSpec) -> tuple[str, ...]:
+        if spec.strides != "aligned" and on_hopper(spec):
+            return (
+                "copies a query or KV tensor whose rows are not contiguous and 16-byte aligned",
+            )
         if spec.strides == "any":
             return ("copies a KV tensor whose last dimension is not contiguous",)
         return ()

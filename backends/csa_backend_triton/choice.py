@@ -45,6 +45,14 @@ def _hopper() -> ModuleType | None:
     return importlib.import_module(f"{__package__}.hopper")
 
 
+def on_hopper(spec: CallSpec) -> bool:
+    """Whether the warp-specialised kernels run the forward or the backward of such calls."""
+    hopper = _hopper()
+    return hopper is not None and (
+        hopper.supports_forward(spec) or (spec.differentiable and hopper.supports_backward(spec))
+    )
+
+
 def forward_of(spec: CallSpec) -> Forward:
     """The forward for such calls."""
     hopper = _hopper()

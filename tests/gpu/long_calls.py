@@ -4,7 +4,8 @@
 
 Each runs forward and backward. Query rows and dQ are held to the float64 oracle at four tokens,
 the pool's gradient at rows whose every reader is summed in float64. The backward may take 512 MiB
-beyond its results and 4 bytes a token and head, and more for a pool of millions of rows. TEXT chooses calls by name; needs 110 GB.
+beyond its results and 4 bytes a token and head, and more for a pool of millions of rows. TEXT
+chooses calls by name. The largest takes 70 GB.
 """
 
 from __future__ import annotations

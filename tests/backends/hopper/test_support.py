@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from csa_backend_triton import backend, choice
 from csa_backend_triton.hopper import supports_backward, supports_forward
 
 from csa_dispatch.call import Kind
@@ -77,3 +78,26 @@ def test_backwards_it_cannot_run_leave_the_forward_alone(change: dict) -> None:
     spec = V4._replace(**change)
     assert supports_forward(spec)
     assert not supports_backward(spec)
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        ({}, None),
+        ({"strides": "unit"}, "query or KV tensor whose rows are not contiguous and 16-byte"),
+        ({"strides": "any"}, "query or KV tensor whose rows are not contiguous and 16-byte"),
+        ({"strides": "unit", "capability": 80}, None),
+        ({"strides": "any", "capability": 80}, "a KV tensor whose last dimension"),
+        ({"strides": "unit", "heads": 16}, "query or KV"),  # the backward's
+        ({"strides": "unit", "heads": 16, "needs_grad": (False,) * 4}, None),
+    ],
+)
+def test_explain_notes_the_copies_that_are_made(
+    change: dict, note: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "is_interpreted", lambda: False)
+    choice._hopper.cache_clear()
+    notes = backend.notes(V4._replace(**change))
+    choice._hopper.cache_clear()
+    assert len(notes) == (note is not None)
+    assert note is None or note in notes[0]
