@@ -73,7 +73,8 @@ class Backend:
         evidence: what has been shown to work: "verified", "lowered" or "contract-tested".
         backward_uses_lse: whether ``backward`` takes the probabilities as ``exp(z - lse)`` of the
             lse it is given, so that it can differentiate some of a softmax's keys, as
-            ``attention_with_window_lse`` wants; False when it works them out anew.
+            ``attention_with_window_lse`` wants, and leaves out rows whose lse is +inf, as context
+            parallelism wants; False when it works them out anew.
         operations: operations beside attention that it implements, by name, e.g.
             ``{"lightning_indexer": MyIndexer()}``.
     """

@@ -49,6 +49,11 @@ class Runner:
             self._backward = _implementation(decision.backward, operation)
             self._backward_ran = Counter("backward", decision.backward, decision.spec)
 
+    @property
+    def backward_uses_lse(self) -> bool:
+        """Whether an attention backward takes the probabilities from the lse it is given."""
+        return isinstance(self._backward, Backend) and self._backward.backward_uses_lse
+
     def forward(self, call: Any) -> Any:
         """Run the forward; an error of the backend is the caller's to see, never retried."""
         if torch.is_deterministic_algorithms_warn_only_enabled():

@@ -3,27 +3,28 @@
 A rank computes its own queries. Of KV it needs the window's rows before its first token, the
 halo, which come from the left neighbour point to point, and the pool, which every rank gathers
 whole: at T tokens and a compress ratio of 4 the pool is a quarter of the KV, and which of its
-rows a token selects is known only there. So a rank runs one ``attention()`` call on its tokens
-preceded by the halo: the halo's queries are zeros whose results are dropped.
+rows a token selects is known only there. ``local_calls`` says which calls a rank makes of these,
+``shared_attention`` how messages and calls follow each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from csa_dispatch.api import attention
+from csa_dispatch.autograd import needs_of
+from csa_dispatch.auxiliary import traced_choice
 from csa_dispatch.call import Call, Kind
+from csa_dispatch.forcing import Forced, forced_by
 from csa_dispatch.layouts import LAYOUTS
-from csa_dispatch.prepared import Arguments, autocast_arguments, checked_call
+from csa_dispatch.prepared import Arguments, autocast_arguments, checked_call, is_plain
 from csa_dispatch.settings import settings
-from csa_dispatch.transforms import any_autocast
+from csa_dispatch.transforms import any_autocast, refuse_transforms
 from csa_dispatch.validation import fail
 
-from .exchange import Group, Shards, agree, gather_shards, left_halo
+from .exchange import Group, Shards, agree
+from .local_calls import Way
+from .shared_attention import SharedAttention
 
 
 def context_parallel_attention(
@@ -95,7 +96,7 @@ def context_parallel_attention(
     check = settings().check_values if check_values is None else check_values
     try:
         call = checked_call(arguments)
-        halo = _halo(call)
+        _check_shared(call)
     except (TypeError, ValueError) as error:
         if check:  # the others wait to hear of this rank's arguments
             agree({"error": str(error)}, Shards(group))
@@ -103,36 +104,36 @@ def context_parallel_attention(
     shards = Shards(group)
     if check:
         agree(_metadata(call, backend, backward_backend), shards)
-    local = _with_neighbours(call, halo, shards)
-    results = [
-        attention(
-            *part[:5],
-            sliding_window_size=part.sliding_window_size,
-            cu_seqlens=part.cu_seqlens,
-            cu_seqlens_k=part.cu_seqlens_k,
-            scale=part.scale,
-            doc_ids=part.doc_ids,
-            compress_ratio=part.compress_ratio,
-            return_lse=True,
-            backend=backend,
-            backward_backend=backward_backend,
-            check_values=check,
-        )
-        for part in _parts(local)
-    ]
-    dropped, tokens = local.query.shape[2] - call.query.shape[2], call.query.shape[2]
-    # Not narrow: its backward would fill a whole gradient before it copies into it.
-    output, lse = (
-        (found[0] if len(found) == 1 else torch.cat(found)).split([dropped, tokens], dim=2)[1]
-        for found in zip(*results, strict=True)
-    )
+    way = _way(arguments, call, backend, backward_backend, check)
+    output, lse = SharedAttention.apply(*call, shards, way)  # pyright: ignore
     order = LAYOUTS[layout]
     output = order.from_output(output)
     return (output, order.from_lse(lse)) if return_lse else output
 
 
-def _halo(call: Call) -> int:
-    """Rows that a token may see before its rank's first."""
+def _way(
+    arguments: Arguments,
+    call: Call,
+    backend: str | None,
+    backward_backend: str | None,
+    check: bool,
+) -> Way:
+    """How this rank's calls are run.
+
+    Raises:
+        TypeError, ValueError: no known backend's name.
+        NotImplementedError: inside a torch.func transform that cannot apply.
+    """
+    if is_plain(arguments):
+        return Way(needs_of(call), forced_by(backend, backward_backend), check, True)
+    if not torch.compiler.is_compiling():
+        refuse_transforms("context_parallel_attention")
+    names = traced_choice("attention", backend, backward_backend)
+    return Way(needs_of(call), Forced(*names, "argument, context or environment"), check, False)
+
+
+def _check_shared(call: Call) -> None:
+    """Refuse what ranks cannot share."""
     tokens, window = call.query.shape[2], call.sliding_window_size
     if window > tokens + 1:
         fail(
@@ -147,77 +148,6 @@ def _halo(call: Call) -> int:
             "given with compress_ratio",
             "None then under context parallelism",
             "Pass cu_seqlens and cu_seqlens_k of the whole sequence.",
-        )
-    return max(window - 1, 0)
-
-
-def _with_neighbours(call: Call, halo: int, shards: Shards) -> Call:
-    """The rank's call on its tokens with the halo before them, and on the whole pool."""
-    group = shards.group
-    local_kv = left_halo(call.local_kv, halo, dim=2, group=group)
-    pool, indices, ids = call.sparse_kv, call.kv_indices, call.doc_ids
-    if pool is not None:
-        pool = gather_shards(pool, dim=2, group=group)
-    if ids is not None:
-        ids = left_halo(ids, halo, dim=1, group=group)
-    rows, tokens = local_kv.shape[2], call.query.shape[2]
-    if indices is not None:
-        indices = F.pad(indices, (0, 0, rows - tokens, 0), value=-1)
-    offsets, pool_offsets = _offsets(call, pool, shards.rank * tokens - (rows - tokens), rows)
-    return call._replace(
-        query=_after_zeros(call.query, rows - tokens),
-        local_kv=local_kv,
-        sparse_kv=pool,
-        kv_indices=indices,
-        doc_ids=ids,
-        cu_seqlens=offsets,
-        cu_seqlens_k=pool_offsets,
-    )
-
-
-def _after_zeros(query: Tensor, count: int) -> Tensor:
-    """``query`` after ``count`` rows of zeros; unlike pad's, its gradient is a view."""
-    if not count:
-        return query
-    batch, heads, _, head_dim = query.shape
-    return torch.cat((query.new_zeros(batch, heads, count, head_dim), query), dim=2)
-
-
-def _offsets(
-    call: Call, pool: Tensor | None, first: int, rows: int
-) -> tuple[Tensor | None, Tensor | None]:
-    """Document offsets as seen from ``rows`` rows that begin at the sequence's row ``first``.
-
-    A document that began earlier keeps its true, negative beginning where the compress ratio
-    counts from it.
-    """
-    offsets, pool_offsets = call.cu_seqlens, call.cu_seqlens_k
-    if offsets is None:
-        if call.kind is not Kind.DENSE or first == 0:
-            return None, None
-        assert pool is not None
-        device, entries = pool.device, pool.shape[2]
-        # Two numbers each, by arange: a tensor made from a list would wait for the device.
-        offsets = torch.arange(-first, rows + 1, rows + first, dtype=torch.int32, device=device)
-        step = max(entries, 1)
-        pool_offsets = torch.arange(2, dtype=torch.int32, device=device) * min(step, entries)
-        return offsets, pool_offsets
-    lowest = None if call.kind is Kind.DENSE else 0
-    return (offsets - first).clamp(min=lowest, max=rows), pool_offsets
-
-
-def _parts(call: Call) -> Iterator[Call]:
-    """The call, or one for each batch entry where offsets stand for positions."""
-    batch = call.query.shape[0]
-    if call.cu_seqlens is None or batch == 1:
-        yield call
-        return
-    for entry in range(batch):
-        one = slice(entry, entry + 1)
-        yield call._replace(
-            query=call.query[one],
-            local_kv=call.local_kv[one],
-            sparse_kv=None if call.sparse_kv is None else call.sparse_kv[one],
         )
 
 

@@ -116,7 +116,7 @@ def agree(mine: dict[str, object], shards: Shards) -> None:
                 )
 
 
-def _exact(tensor: Tensor) -> Tensor:
+def exact(tensor: Tensor) -> Tensor:
     """In the dtype that sums over ranks are kept in: fp64 for fp64, else fp32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
@@ -140,7 +140,7 @@ class _Halo(torch.autograd.Function):
         if shards.rank == shards.count - 1:
             return own, None, None
         last = own.shape[0] - halo
-        tail = (_exact(own[last:]) + _exact(came)).to(own.dtype)
+        tail = (exact(own[last:]) + exact(came)).to(own.dtype)
         return torch.cat((own[:last], tail)), None, None
 
 
@@ -155,7 +155,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        part = collectives.wait_tensor(ctx.shards.scatter_sum(_exact(gradient)))
+        part = collectives.wait_tensor(ctx.shards.scatter_sum(exact(gradient)))
         return part.to(gradient.dtype), None
 
 

@@ -16,7 +16,6 @@ from csa_dispatch.call_spec import spec_of
 from csa_dispatch.layouts import LAYOUTS
 from csa_dispatch.prepared import Arguments, autocast_arguments, checked_call
 from csa_dispatch.reasons import BackendRefused, Reason
-from csa_dispatch.registry import backends
 from csa_dispatch.runner import Runner
 from csa_dispatch.transforms import any_autocast, refuse_transforms
 from csa_dispatch.validation import fail
@@ -176,8 +175,7 @@ def _parts(
 
 def _require_lse(runner: Runner) -> None:
     name = runner.decision.backward
-    found = None if name is None else backends()[name].backend
-    if name is not None and found is not None and not found.backward_uses_lse:
+    if name is not None and not runner.backward_uses_lse:
         needed = "a backward that takes probabilities from the lse it is given"
         reason = Reason("backward", "worked out anew", needed, "Name another backward_backend.")
         raise BackendRefused(

@@ -86,14 +86,16 @@ def joined(tensor: Tensor, dim: int) -> Tensor:
     return gather_shards(tensor.detach().contiguous(), dim=dim)
 
 
-def run_shared(inputs: Inputs) -> dict[str, Tensor]:
+def run_shared(
+    inputs: Inputs, call: Any = context_parallel_attention, backend: str | None = None
+) -> dict[str, Tensor]:
     """All ranks' results put together, on every rank."""
     mine = rank_inputs(inputs)
-    output, lse = context_parallel_attention(**mine, return_lse=True)
+    output, lse = call(**mine, return_lse=True, backend=backend)
     output.backward(part(inputs.grad_output, 2))
     found = {"output": joined(output, 2), "lse": joined(lse, 2)}
     for name, wanted in zip(GRADIENT_INPUTS, inputs.needs_grad, strict=True):
-        if name == "attention_sink":
+        if wanted and name == "attention_sink":
             found["dsink"] = mine[name].grad
             dist.all_reduce(found["dsink"])
         elif wanted:

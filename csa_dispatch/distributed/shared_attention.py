@@ -1,0 +1,157 @@
+"""Attention over a shared sequence as one differentiable step, its messages under its work.
+
+Messages are started as early as what they carry is there, and awaited where it is needed:
+
+    forward     pool and halo leave first; a window layer's own call waits for neither
+    backward    the seam first, so that the halo's gradient travels under the own call; the
+                pool's gradient is summed over the ranks last
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import wait_tensor
+
+from csa_dispatch.autograd import Once
+from csa_dispatch.call import Call
+
+from .exchange import Shards, exact
+from .local_calls import (
+    Found,
+    after_zeros,
+    own_call,
+    run_backward,
+    run_forward,
+    runner_of,
+    seam_call,
+)
+
+_CALL_SIZE = len(Call._fields)
+_TENSORS = 8
+"""Fields of a Call that are tensors; they come first."""
+
+
+class SharedAttention(torch.autograd.Function):
+    """Output and lse of a rank's tokens; lse is not differentiable.
+
+    Takes the fields of a Call, the rank's shards of tensors and offsets of the whole sequence,
+    then the Shards and the Way to run it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        call, (shards, way) = Call(*arguments[:_CALL_SIZE]), arguments[_CALL_SIZE:]
+        halo = halo_of(call, shards)
+        pool, halo_kv, halo_ids = call.sparse_kv, None, None
+        gathered = pool is not None and pool.numel() > 0 and shards.count > 1
+        if gathered:
+            assert pool is not None
+            pool = shards.gather(pool.movedim(2, 0))
+        if halo:
+            halo_kv = shards.send(call.local_kv[:, :, -halo:].movedim(2, 0), 1)
+            if call.doc_ids is not None:
+                halo_ids = shards.send(call.doc_ids[:, -halo:].movedim(1, 0), 1)
+        if gathered:
+            pool = wait_tensor(pool).movedim(0, 2)
+        call = call._replace(sparse_kv=pool)
+
+        own = own_call(call, shards.rank)
+        runners = [runner_of(own, way)]
+        output, lse = run_forward(runners[0], own, way)
+        if halo_kv is not None:
+            halo_kv = wait_tensor(halo_kv).movedim(0, 2)
+        if halo_ids is not None:
+            halo_ids = wait_tensor(halo_ids).movedim(0, 1)
+        if halo_kv is not None and shards.rank:
+            seam = seam_call(call, shards.rank, halo_kv, halo_ids)
+            runners.append(runner_of(seam, way))
+            first, first_lse = run_forward(runners[1], seam, way)
+            output[:, :, :halo] = first[:, :, halo:]
+            lse[:, :, :halo] = first_lse[:, :, halo:]
+
+        ctx.save_for_backward(*call[:_TENSORS], halo_kv, halo_ids, output, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.scalars, ctx.runners = call[_TENSORS:], runners
+        ctx.shards, ctx.way, ctx.gathered = shards, way, gathered
+        return output, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        *tensors, halo_kv, halo_ids, output, lse = ctx.saved_tensors
+        call = Call(*tensors, *ctx.scalars)
+        # Kernels read memory, not lazy signs.
+        saved = (output, lse, gradients[0].resolve_neg())
+        with torch.no_grad():
+            query, local, pool, sink = _gradients(ctx, call, saved, halo_kv, halo_ids)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            anchors = (call.query, call.local_kv, call.sparse_kv, call.attention_sink)
+            anchor = next(item for item, need in zip(anchors, ctx.way.needs, strict=True) if need)
+            name = "context_parallel_attention"
+            query, local, pool, sink = Once.apply(name, anchor, query, local, pool, sink)  # pyright: ignore
+        return (query, local, pool, None, sink, *(None,) * 8)
+
+
+def halo_of(call: Call, shards: Shards) -> int:
+    """Rows that ranks send to their right neighbours."""
+    return max(call.sliding_window_size - 1, 0) if shards.count > 1 else 0
+
+
+def _gradients(
+    ctx: Any,
+    call: Call,
+    saved: tuple[Tensor, Tensor, Tensor],
+    halo_kv: Tensor | None,
+    halo_ids: Tensor | None,
+) -> Found:
+    shards, needs = ctx.shards, ctx.way.needs
+    halo = halo_of(call, shards)
+    seam: Found = (None, None, None, None)
+    if halo_kv is not None and shards.rank:
+        first = tuple(after_zeros(rows[:, :, :halo], halo) for rows in saved)
+        placed = seam_call(call, shards.rank, halo_kv, halo_ids)
+        output, lse, grad_output = first
+        seam = run_backward(ctx.runners[1], placed, (output, lse, grad_output), needs, halo)
+    query_seam, local_seam, pool_seam, sink_seam = seam
+    came = None
+    if halo and needs[1]:
+        # The first rank has no halo to give back, and sends to nobody.
+        back = call.local_kv if local_seam is None else local_seam
+        came = shards.send(back[:, :, :halo].movedim(2, 0), -1)
+
+    dropped = halo if shards.rank else 0
+    placed = own_call(call, shards.rank)
+    query, local, pool, sink = run_backward(ctx.runners[0], placed, saved, needs, dropped)
+    if pool is not None:
+        pool = _plus(pool, pool_seam)
+        if ctx.gathered:
+            pool = shards.scatter_sum(pool.movedim(2, 0))
+    if query is not None and query_seam is not None:
+        query[:, :, :halo] = query_seam[:, :, halo:]
+    if local is not None:
+        if local_seam is not None:
+            _add_rows(local, 0, local_seam[:, :, halo:])
+        if came is not None:
+            came = wait_tensor(came).movedim(0, 2)
+            _add_rows(local, local.shape[2] - came.shape[2], came)
+    if sink is not None:
+        sink = _plus(sink, sink_seam).to(sink.dtype)
+    if pool is not None:
+        if ctx.gathered:
+            pool = wait_tensor(pool).movedim(0, 2)
+        assert call.sparse_kv is not None
+        pool = pool.to(call.sparse_kv.dtype)
+    return query, local, pool, sink
+
+
+def _plus(one: Tensor, other: Tensor | None) -> Tensor:
+    """The sum in the dtype that sums over ranks are kept in."""
+    return exact(one) if other is None else exact(one) + other
+
+
+def _add_rows(total: Tensor, first: int, rows: Tensor) -> None:
+    """Add ``rows`` to those of ``total`` from ``first`` on, in place, rounding once."""
+    part = total.narrow(2, first, rows.shape[2])
+    part.copy_(exact(part) + rows)
