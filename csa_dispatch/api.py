@@ -27,6 +27,7 @@ from .runner import CACHE_SIZE, runner_for
 from .settings import settings
 from .tracing import constant_when_traced
 from .transforms import any_autocast
+from .validation import check_flag
 from .value_checks import check_values as check_values_of
 
 _prepared: dict[tuple[object, ...], Prepared] = {}
@@ -172,6 +173,7 @@ def attention(
         scale,
         layout,
     )
+    check_flag("check_values", check_values)
     if any_autocast():
         arguments = autocast_arguments(arguments)
     if not is_plain(arguments):

@@ -207,7 +207,17 @@ def policy_about(operation: str, policy: Policy) -> Policy:
     return default_policy()
 
 
-_load_from_environment = lru_cache(maxsize=8)(load_policy)
+@lru_cache(maxsize=8)
+def _load_from_environment(path: str) -> Policy:
+    try:
+        return load_policy(path)
+    except OSError as error:
+        message = f"CSA_DISPATCH_POLICY is {path!r}; it must be a policy file ({error.strerror})."
+        raise type(error)(message) from None
+    except ValueError as error:
+        raise ValueError(f"CSA_DISPATCH_POLICY: {error}") from None
+
+
 _context: ContextVar[Policy | None] = ContextVar("csa_dispatch_policy", default=None)
 
 

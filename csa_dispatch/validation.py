@@ -33,6 +33,16 @@ def fail(
     raise error(f"{text}. {remedy}" if remedy else f"{text}.")
 
 
+def check_flag(argument: str, value: object) -> None:
+    """Refuse what is neither a bool nor None.
+
+    Raises:
+        TypeError: it names the argument.
+    """
+    if value is not None and not isinstance(value, bool):
+        fail(argument, f"{value!r} ({type(value).__name__})", "a bool or None", error=TypeError)
+
+
 def validate(
     query: Tensor,
     local_kv: Tensor,

@@ -31,7 +31,7 @@ def backend_data(row: Row) -> dict[str, object]:
 
 
 def backends(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
     """List every backend: version, evidence, and the reason when it cannot run here."""
     rows = list(known_backends().values())

@@ -43,9 +43,8 @@ def bench(
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the suite's.")] = None,
-    as_json: Annotated[
-        str | None, typer.Option("--json", help="Write JSON here; - prints it, and nothing else.")
-    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    report: Annotated[str | None, typer.Option(help="Write JSON to this file.")] = None,
     png: Annotated[
         str | None, typer.Option(help="Write a figure here: roofline, and time against T.")
     ] = None,
@@ -53,7 +52,7 @@ def bench(
     """Time backends side by side, each checked against the oracle on sampled rows first.
 
     Exits 0 when everything that ran was right (a missed limit is only shown), 1 when a backend
-    failed, 2 on a bad argument or suite. The JSON file is brought up to date after every case.
+    failed, 2 on a bad argument or suite. The report is brought up to date after every case.
     """
     if device not in (None, "cpu", "cuda"):
         raise typer.BadParameter(f"{device!r} is not cpu or cuda", param_hint="--device")
@@ -63,13 +62,13 @@ def bench(
             raise typer.BadParameter(f"{name!r} is not one of {words}", param_hint="--direction")
     with usage_errors():
         loaded = load_suite(suite)
-        check_writable(as_json, png)
+        check_writable(report, png)
         with errors.status(f"bench {loaded.name}") as status:
 
             def listen(run: BenchRun, coming: str) -> None:
                 status.update(f"bench {loaded.name}: {coming}")
-                if as_json not in (None, "-"):
-                    write_json(run, as_json)
+                if report is not None:
+                    write_json(run, report)
 
             run = run_suite(
                 loaded,
@@ -79,7 +78,7 @@ def bench(
                 directions=direction or (),
                 listener=listen,
             )
-        if as_json == "-":
+        if as_json:
             typer.echo(json_text(run), nl=False)
         else:
             screen = console if console.is_terminal else Console(width=_WIDTH)

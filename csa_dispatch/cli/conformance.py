@@ -20,7 +20,7 @@ def conformance(
     check: Annotated[
         list[str] | None, typer.Option(help="Run this check alone; repeatable. Default: all.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
     """Hold one backend to everything a backend owes, on small calls within its claims.
 

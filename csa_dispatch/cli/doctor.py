@@ -106,7 +106,7 @@ def diagnose() -> list[Verdict]:
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
     """Check the environment; exits 1 when something is wrong."""
     verdicts = diagnose()

@@ -59,7 +59,7 @@ def explain(
     backend: Annotated[str | None, typer.Option(help="Force a backend.")] = None,
     backward_backend: Annotated[str | None, typer.Option(help="Force the backward's.")] = None,
     policy: Annotated[str | None, typer.Option(help="Path of a policy file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
     """Say which backend would run a call, why, and why not each of the others.
 

@@ -37,9 +37,8 @@ def parity(
     text: Annotated[
         str, typer.Option("--filter", help="Only cells whose id contains this text.")
     ] = "",
-    as_json: Annotated[
-        str | None, typer.Option("--json", help="Write JSON here; - prints it, and nothing else.")
-    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    report: Annotated[str | None, typer.Option(help="Write JSON to this file.")] = None,
     junit: Annotated[str | None, typer.Option(help="Write JUnit XML here.")] = None,
     html: Annotated[
         str | None, typer.Option(help="Write a self-contained HTML report here.")
@@ -54,7 +53,7 @@ def parity(
         raise typer.BadParameter(f"{device!r} is not cpu or cuda", param_hint="--device")
     with usage_errors():
         loaded = load_matrix(matrix)
-        check_writable(as_json, junit, html)
+        check_writable(report, junit, html)
         with screen.progress(errors, f"parity {loaded.name}") as listener:
             run = run_matrix(
                 loaded,
@@ -64,19 +63,21 @@ def parity(
                 text=text,
                 listener=listener,
             )
-        _write(run, as_json, junit, html)
+        _write(run, as_json, report, junit, html)
     if run.exit_code:
         raise typer.Exit(run.exit_code)
 
 
-def _write(run: ParityRun, as_json: str | None, junit: str | None, html: str | None) -> None:
+def _write(
+    run: ParityRun, as_json: bool, report: str | None, junit: str | None, html: str | None
+) -> None:
     """Print the run and write the reports that were asked for."""
-    if as_json == "-":
+    if as_json:
         typer.echo(json_text(run), nl=False)
     else:
         console.print(screen.render(run))
-    writers = ((as_json, write_json), (junit, write_junit), (html, write_html))
+    writers = ((report, write_json), (junit, write_junit), (html, write_html))
     for path, write in writers:
-        if path is not None and path != "-":
+        if path is not None:
             write(run, path)
             errors.print(f"wrote {path}", style="dim", highlight=False)

@@ -20,7 +20,7 @@ from csa_dispatch.layouts import LAYOUTS
 from csa_dispatch.prepared import Arguments, autocast_arguments, checked_call, is_plain
 from csa_dispatch.settings import settings
 from csa_dispatch.transforms import any_autocast, refuse_transforms
-from csa_dispatch.validation import fail
+from csa_dispatch.validation import check_flag, fail
 
 from .exchange import Group, Shards, agree
 from .local_calls import Way
@@ -93,6 +93,7 @@ def context_parallel_attention(
         fail("query", "a DTensor", "this rank's tensor", "Pass query.to_local().", TypeError)
     if any_autocast():  # before the exchange: what is sent is what is computed with
         arguments = autocast_arguments(arguments)
+    check_flag("check_values", check_values)
     check = settings().check_values if check_values is None else check_values
     try:
         call = checked_call(arguments)

@@ -46,7 +46,7 @@ def suite(tmp_path: Path) -> Path:
 
 
 def test_json_on_standard_output_is_all_there_is(suite: Path) -> None:
-    result = bench("--suite", suite, "--json", "-")
+    result = bench("--suite", suite, "--json")
     assert result.exit_code == 0
     data = json.loads(result.stdout)
     assert (data["schema"], data["complete"], data["exit_code"]) == (SCHEMA, True, 0)
@@ -66,7 +66,7 @@ def test_json_on_standard_output_is_all_there_is(suite: Path) -> None:
 
 def test_files_are_written_and_the_table_is_shown(suite: Path, tmp_path: Path) -> None:
     report, figure = tmp_path / "new" / "report.json", tmp_path / "figure.png"
-    result = bench("--suite", suite, "--json", report, "--png", figure)
+    result = bench("--suite", suite, "--report", report, "--png", figure)
     assert result.exit_code == 0
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert json.loads(report.read_text())["complete"] is True
@@ -105,7 +105,9 @@ def test_a_wrong_backend_exits_1(
     halved = Mutation("halved", results=lambda call, output, lse: (output / 2, lse))
     registered(PlainBackend(halved))
     report = tmp_path / "report.json"
-    result = bench("--suite", suite, "--backend", "halved", "--backend", "eager", "--json", report)
+    result = bench(
+        "--suite", suite, "--backend", "halved", "--backend", "eager", "--report", report
+    )
     assert result.exit_code == 1
     rows = json.loads(report.read_text())["rows"]
     status = {(row["backend"], row["direction"]): row["status"] for row in rows}

@@ -86,6 +86,24 @@ def test_policy_comes_from_context_over_environment_over_default(
     assert explain(spec).forward == "one"
 
 
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        (None, FileNotFoundError, "it must be a policy file .No such file"),
+        ("[[rule", ValueError, "not valid TOML"),
+    ],
+)
+def test_a_policy_of_the_environment_that_cannot_be_read_names_the_variable(
+    tmp_path: Path, environment: Any, text: str | None, error: type[Exception], message: str
+) -> None:
+    path = tmp_path / "mine.toml"
+    if text is not None:
+        path.write_text(text)
+    environment("CSA_DISPATCH_POLICY", str(path))
+    with pytest.raises(error, match=f"CSA_DISPATCH_POLICY.*mine.toml.*{message}"):
+        explain(CallSpec(kind=Kind.WINDOW))
+
+
 def test_changed_policy_is_seen_by_the_next_call(registered: Any) -> None:
     registered(WindowBackend("one"))
     made = inputs()

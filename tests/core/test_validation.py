@@ -237,6 +237,12 @@ def test_check_values_reads_offsets_and_indices(name: str, how: str, environment
         attention(**made, check_values=True if how == "argument" else None)
 
 
+@pytest.mark.parametrize("value", ["yes", 1, torch.tensor(True)])
+def test_check_values_must_be_a_bool(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"check_values is .*; it must be a bool or None"):
+        attention(**arguments(), check_values=value)
+
+
 def test_check_values_of_the_environment_holds_for_plans(environment: Any) -> None:
     made = arguments(kv_indices=torch.full((1, 8, 2), 6))
     plan = csa_dispatch.resolve(**made)

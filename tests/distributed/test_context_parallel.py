@@ -224,6 +224,11 @@ def test_what_cannot_be_shared_is_refused(arguments: dict[str, Any], message: st
         context_parallel_attention(ROWS, ROWS, **{"sliding_window_size": 3, **arguments})
 
 
+def test_check_values_must_be_a_bool() -> None:
+    with pytest.raises(TypeError, match="check_values is 'yes'"):
+        context_parallel_attention(ROWS, ROWS, sliding_window_size=3, check_values="yes")  # type: ignore
+
+
 def test_a_group_must_be_one() -> None:
     with pytest.raises(TypeError, match="group is a str"):
         context_parallel_attention(ROWS, ROWS, sliding_window_size=3, group="cp")  # type: ignore

@@ -36,12 +36,12 @@ def invoke(*arguments: str):
 
 
 def test_a_green_run_exits_0_and_writes_what_was_asked_for(matrix: str, tmp_path: Path):
-    paths = {name: tmp_path / f"report.{name}" for name in ("json", "junit", "html")}
+    paths = {name: tmp_path / f"report.{name}" for name in ("report", "junit", "html")}
     options = [part for name, path in paths.items() for part in (f"--{name}", str(path))]
     result = invoke("--matrix", matrix, *options)
     assert result.exit_code == 0, result.output
     assert "parity holds: 1 pass" in result.output
-    data = json.loads(paths["json"].read_text())
+    data = json.loads(paths["report"].read_text())
     assert data["matrix"]["path"] == matrix
     assert {"torch", "python", "device_name", "date", "command"} <= set(data["environment"])
     assert ElementTree.parse(paths["junit"]).getroot().get("tests") == "1"
@@ -49,7 +49,7 @@ def test_a_green_run_exits_0_and_writes_what_was_asked_for(matrix: str, tmp_path
 
 
 def test_json_to_standard_output_stands_alone(matrix: str):
-    result = invoke("--matrix", matrix, "--json", "-")
+    result = invoke("--matrix", matrix, "--json")
     assert json.loads(result.stdout)["counts"]["pass"] == 1
 
 
@@ -62,7 +62,7 @@ def test_a_failure_exits_1_and_still_writes_the_report(matrix: str, tmp_path: Pa
     register_backend(backend)
     try:
         path = tmp_path / "report.json"
-        result = invoke("--matrix", matrix, "--backend", "broken", "--json", str(path))
+        result = invoke("--matrix", matrix, "--backend", "broken", "--report", str(path))
     finally:
         unregister_backend("broken")
     assert result.exit_code == 1
