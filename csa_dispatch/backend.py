@@ -41,8 +41,10 @@ class Operation:
     Attributes:
         forward_capabilities: what ``forward`` supports, of the operation's own Claims class.
         backward_capabilities: what ``backward`` supports, or None when there is none.
+        evidence: what has been shown to work, as ``Backend.evidence``.
     """
 
+    evidence: str = "verified"
     forward_capabilities: Claims
     backward_capabilities: Claims | None = None
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .autograd import needs_of
 from .auxiliary import describer
-from .call_spec import CallSpec, check_spec, spec_of
+from .call_spec import CallSpec, spec_of
 from .forcing import forced_for, traced_arguments
-from .operations import SPECS
+from .operations import SPECS, check_any_spec
 from .policy import current_policy
 from .prepared import Arguments, autocast_arguments, checked_call, is_plain
 from .routing import Decision, decide
@@ -140,8 +140,8 @@ def explain(
         arguments: ``attention()``'s keyword arguments.
 
     Raises:
-        TypeError, ValueError: as ``attention()``; a CallSpec that contradicts itself; or a
-            device that does not parse.
+        TypeError, ValueError: as ``attention()``; a spec that contradicts itself; or a device
+            that does not parse.
     """
     backend, backward_backend = traced_arguments(backend, backward_backend)
     return _decided(
@@ -179,8 +179,7 @@ def _spec_of(query: Any, tensors: tuple[Any, ...], arguments: dict[str, object])
             extra = ", ".join(arguments) or "tensors"
             name = type(query).__name__
             raise TypeError(f"explain({name}) takes no further call arguments; got {extra}.")
-        if isinstance(query, CallSpec):
-            check_spec(query)
+        check_any_spec(query)
         return query
     if callable(query) and not isinstance(query, Tensor):
         described = describer(query)

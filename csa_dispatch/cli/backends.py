@@ -42,6 +42,7 @@ def backends(
     table.add_column("backend", style="bold", no_wrap=True)
     table.add_column("here")
     table.add_column("version")
+    table.add_column("beside attention")
     table.add_column("what it is, or why not")
     for row in rows:
         reason = row.availability.reason
@@ -49,5 +50,7 @@ def backends(
         if not text and row.backend is not None:
             text = row.backend.summary
         here = "[green]yes[/green]" if row.available else "[red]no[/red]"
-        table.add_row(escape(row.name), here, escape(row.availability.version), escape(text))
+        operations = "" if row.backend is None else "\n".join(row.backend.operations)
+        version = row.availability.version
+        table.add_row(escape(row.name), here, escape(version), escape(operations), escape(text))
     console.print(table)

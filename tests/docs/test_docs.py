@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from csa_dispatch.support_table import BEGIN, END, main, with_table
+from csa_dispatch.operations import SPECS
+from csa_dispatch.support_table import (
+    BEGIN,
+    END,
+    LABELS,
+    columns_of,
+    in_tree_backends,
+    main,
+    support_table,
+    with_table,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -80,6 +90,26 @@ def test_a_stale_support_table_is_caught_and_rewritten(tmp_path: Path):
     assert main(["--check", str(path)]) == 0
     assert path.read_text().startswith("before\n")
     assert path.read_text().endswith("\nafter\n")
+
+
+def test_every_operation_has_its_table_of_those_who_implement_it():
+    table = support_table(in_tree_backends())
+    for operation in SPECS:
+        columns = columns_of(operation, in_tree_backends())
+        assert columns
+        header = "|  | " + " | ".join(f"`{column.name}`" for column in columns) + " |"
+        assert header in table
+        assert (operation == "attention") != (f"Of `{operation}`:" in table)
+    picks = table.partition("Of `lightning_indexer`:")[2]
+    assert "| picks a token | any | 1 to 2048 | any | any |" in picks
+    assert "- `cudnn`: On SM90 the indexer has 16, 32 or 64 heads." in picks
+
+
+def test_every_field_that_a_backend_bounds_has_a_row():
+    for operation in SPECS:
+        for column in columns_of(operation, in_tree_backends()):
+            for side in column.sides:
+                assert set(side.bounds()) <= set(LABELS)
 
 
 def test_a_page_without_markers_is_an_error():

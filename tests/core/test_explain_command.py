@@ -1,0 +1,122 @@
+"""``csa-dispatch explain`` and ``backends``: every operation, its options, bad ones by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from csa_dispatch import CallSpec, CompressorSpec, IndexerSpec, explain
+from csa_dispatch.cli import app
+from csa_dispatch.operations import SPECS
+
+ALL = (True,) * 4
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, [*arguments], env={"COLUMNS": "200"})
+
+
+def asked(*arguments: str) -> dict[str, Any]:
+    result = invoke("explain", *arguments, "--json")
+    assert result.exit_code in (0, 1), result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "spec"),
+    [
+        ("", CallSpec(needs_grad=ALL)),
+        (
+            "--kind window --no-grad",
+            CallSpec(kind="window", pool=0, slots=0, index_dtype="none"),  # type: ignore[arg-type]
+        ),
+        (
+            "--kind dense-compressed --heads 8 --documents doc_ids",
+            CallSpec(
+                kind="dense-compressed",  # type: ignore[arg-type]
+                heads=8,
+                slots=0,
+                index_dtype="none",
+                compress_ratio=128,
+                documents="doc_ids",
+                needs_grad=ALL,
+            ),
+        ),
+        ("--operation lightning_indexer", IndexerSpec()),
+        (
+            "--operation lightning_indexer --topk 7 --with-past --weights-dtype bfloat16",
+            IndexerSpec(topk=7, with_past=True, weights_dtype="bfloat16"),
+        ),
+        ("--operation compress_kv", CompressorSpec(needs_grad=(True,) * 3)),
+        (
+            "--operation compress_kv --compress-ratio 128 --no-grad --bias-dtype bfloat16",
+            CompressorSpec(compress_ratio=128, overlapping=False, bias_dtype="bfloat16"),
+        ),
+    ],
+)
+def test_it_asks_about_the_spec_that_the_options_describe(arguments: str, spec: Any):
+    found = asked(*arguments.split(), "--device", "sm_90")
+    assert found == json.loads(json.dumps(explain(spec, device="sm_90").to_dict()))
+    assert found["operation"] == spec.operation
+
+
+def test_every_operation_can_be_asked_about():
+    for operation in SPECS:
+        result = invoke("explain", "--operation", operation, "--device", "sm_90")
+        assert result.exit_code == 0
+        assert "triton" in result.stdout
+
+
+def test_a_refusal_shows_its_reasons_and_exits_1():
+    result = invoke(
+        *("explain", "--operation", "lightning_indexer", "--backend", "cudnn"),
+        *("--device", "sm_90", "--heads", "8"),
+    )
+    assert result.exit_code == 1
+    assert "heads is 8; needs 16, 32 or 64 on SM90" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--topk 4", "attention has no --topk"),
+        ("--operation lightning_indexer --window 4", "lightning_indexer has no --window"),
+        ("--operation lightning_indexer --grad", "lightning_indexer has no --grad"),
+        ("--operation compress_kv --heads 4 --kind window", "no --kind, --heads"),
+        ("--operation compress_kv --documents doc_ids", "must be none or cu_seqlens"),
+        ("--operation lightning_indexer --weights-dtype half", "weights_dtype is 'half'"),
+        ("--operation indexer", "operation is 'indexer'; known: attention"),
+    ],
+)
+def test_a_bad_option_is_named_and_exits_2(arguments: str, message: str):
+    result = invoke("explain", *arguments.split())
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (IndexerSpec(heads=0), "heads is 0; it must be 1 or more"),
+        (IndexerSpec(heads=2.0), r"heads is 2\.0; it must be of type int"),  # type: ignore[arg-type]
+        (IndexerSpec(with_past=1), "with_past is 1; it must be of type bool"),  # type: ignore[arg-type]
+        (IndexerSpec(dtype="half"), "dtype is 'half'"),
+        (IndexerSpec(pool=-1), "pool is -1; it must be 0 or more"),
+        (IndexerSpec(documents="cu_seqlens", batch=2), "batch is 2; it must be 1 with cu_seqlens"),
+        (CompressorSpec(bias_dtype="float"), "bias_dtype is 'float'"),
+        (CompressorSpec(documents="doc_ids"), "documents is 'doc_ids'"),
+        (CompressorSpec(needs_grad=(True,)), "needs_grad is"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_spec_that_describes_no_call_is_refused(spec: Any, message: str):
+    with pytest.raises((TypeError, ValueError), match=message):
+        explain(spec)
+
+
+def test_the_list_of_backends_names_what_they_run_beside_attention():
+    lines = invoke("backends").stdout.splitlines()
+    assert any("cudnn" in line and "lightning_indexer" in line for line in lines)
+    assert not any("fa4" in line and "lightning_indexer" in line for line in lines)
