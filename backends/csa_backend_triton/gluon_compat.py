@@ -18,11 +18,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 __all__ = [
     "aggregate",
     "arrive_when_copied",
+    "barrier",
+    "commit_group",
     "copy_async",
     "fence_async_shared",
     "gl",
     "gluon",
     "mbarrier",
+    "wait_group",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
@@ -32,3 +35,6 @@ aggregate = getattr(triton, "aggregate", None) or triton.language.core._aggregat
 # Triton 3.7 renamed the copy; the old name stayed behind as a stub that raises.
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 arrive_when_copied = async_copy.mbarrier_arrive
+commit_group = async_copy.commit_group
+wait_group = async_copy.wait_group
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier

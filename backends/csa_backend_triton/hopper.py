@@ -1,8 +1,9 @@
 """The Hopper kernels' door: which calls they take, and the forward's launch.
 
 They run bf16 (and fp16 forward) calls of head_dim 512 with one KV head on compute capability
-9.0. Everything else, and machines whose Triton has no fitting Gluon, is left to the portable
-kernels. No data-dependent value ever reaches the host.
+9.0, and the backward of gathered bf16 calls of head_dim 128. Everything else, and machines whose
+Triton has no fitting Gluon, is left to the portable kernels. No data-dependent value ever reaches
+the host.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .hopper_operands import (
     HEAD_BLOCK,
     HEAD_DIM,
     LOG2_E,
+    NARROW_HEAD_DIM,
     aligned,
     head_rows,
     plan_of,
@@ -56,7 +58,6 @@ def _gluon_fits() -> bool:
 def _fits(spec: CallSpec) -> bool:
     return (
         spec.capability == 90
-        and spec.head_dim == HEAD_DIM
         and spec.kv_heads == 1
         and spec.batch * spec.tokens * -(-spec.heads // HEAD_BLOCK) < 2**31
         and _gluon_fits()
@@ -68,7 +69,8 @@ def supports_forward(spec: CallSpec) -> bool:
 
     Up to 16 heads the portable kernel is faster: its tiles need not be 64 heads tall.
     """
-    return _fits(spec) and spec.heads > 16 and spec.dtype in ("bfloat16", "float16")
+    fitting = _fits(spec) and spec.head_dim == HEAD_DIM
+    return fitting and spec.heads > 16 and spec.dtype in ("bfloat16", "float16")
 
 
 def supports_backward(spec: CallSpec) -> bool:
@@ -77,15 +79,19 @@ def supports_backward(spec: CallSpec) -> bool:
     Its fp32 sums must fit: those of both KV tensors in ``WORKSPACE``, or the pool's alone in
     ``ORDERED_SUMS`` when they are added in a fixed order. It would be wasteful for the sink's
     gradient alone, and for few heads of a dense-compressed call, of which the portable kernels
-    put several tokens' into one tile.
+    put several tokens' into one tile. At head_dim 128 it has 64 heads' tiles and atomics alone.
     """
     fitting = _fits(spec) and spec.dtype == "bfloat16" and any(spec.needs_grad[:3])
+    if spec.head_dim == NARROW_HEAD_DIM:
+        fitting &= spec.kind is Kind.GATHER and spec.heads > 32 and not spec.deterministic
+    elif spec.head_dim != HEAD_DIM:
+        return False
     if spec.kind is Kind.DENSE and spec.heads <= 16:
         return False
     if spec.deterministic:
         pool_bytes = spec.batch * spec.pool * HEAD_DIM * 4
         return fitting and spec.kind is not Kind.DENSE and pool_bytes <= ORDERED_SUMS
-    return fitting and spec.batch * (spec.tokens + spec.pool) * HEAD_DIM * 4 <= WORKSPACE
+    return fitting and spec.batch * (spec.tokens + spec.pool) * spec.head_dim * 4 <= WORKSPACE
 
 
 def forward(call: Call, bounds: TokenBounds | None) -> tuple[Tensor, Tensor]:

@@ -115,7 +115,7 @@ def in_memory_order(tile):
 
 
 @gluon.jit
-def _add_rows(tile, base, even_offset, odd_offset, odd):
+def add_rows(tile, base, even_offset, odd_offset, odd):
     gl.inline_asm_elementwise(
         REDUCTION,
         REDUCTION_CONSTRAINTS,
@@ -215,11 +215,11 @@ def scatter(
                     last = j == blocks - 1
                     mbarrier.arrive(shared.qdo_empty.index(c // 2 - 1), count=1, pred=last)
                 place = base + (c - 1) * CHUNK * 4
-                _add_rows(done, place, even_offset, odd_offset, odd)
+                add_rows(done, place, even_offset, odd_offset, odd)
                 previous = tile
             done = warpgroup_mma_wait(0, deps=[previous])
             mbarrier.arrive(shared.p_empty.index(0), count=1)
             mbarrier.arrive(shared.qdo_empty.index(PARTS - 1), count=1, pred=j == blocks - 1)
-            _add_rows(done, base + (WIDTH - CHUNK) * 4, even_offset, odd_offset, odd)
+            add_rows(done, base + (WIDTH - CHUNK) * 4, even_offset, odd_offset, odd)
             block += 1
         count += (blocks > 0).to(gl.int32)

@@ -15,8 +15,8 @@ from csa_dispatch.call import Call, Gradients, Kind, TokenBounds
 
 from .hopper_operands import (
     HEAD_BLOCK,
-    HEAD_DIM,
     LOG2_E,
+    NARROW_HEAD_DIM,
     aligned,
     cast_rows,
     head_rows,
@@ -59,14 +59,23 @@ class _Work(NamedTuple):
         window_blocks: int | None = None,
     ) -> None:
         """Start the kernel; with a first row it stores, see ``hopper_backward_scatter``."""
-        from .hopper_backward import backward_kernel
-
         call = self.call
-        batch, heads, tokens, _ = call.query.shape
+        batch, heads, tokens, head_dim = call.query.shape
         indices, index_strides, slots = self.indices
+        if head_dim == NARROW_HEAD_DIM:
+            from .hopper_narrow_backward import backward_kernel
+
+            together, ordered, constants = 2, (), {}
+        else:
+            from .hopper_backward import backward_kernel
+
+            together, ordered = 1, (first_row, places, window_blocks)
+            # In parts Q and dO come back earlier; gathered calls are 2% faster without.
+            parts = 4 if call.kind is Kind.DENSE or first_row is not None else 1
+            constants = {"PARTS": parts, **REGISTERS}
         launch(
             backward_kernel,
-            (programs(self.query, items),),
+            (programs(self.query, items, together),),
             (
                 *head_rows(self.query),
                 *head_rows(self.grad_output),
@@ -86,9 +95,7 @@ class _Work(NamedTuple):
                 self.delta,
                 target,
                 0 if call.sparse_kv is None else call.sparse_kv.shape[2],
-                first_row,
-                places,
-                window_blocks,
+                *ordered,
                 call.scale,
                 call.scale * LOG2_E,
             ),
@@ -97,9 +104,7 @@ class _Work(NamedTuple):
             LOCAL_GRADIENT=int(self.needs[1]),
             POOL_GRADIENT=int(self.needs[2]),
             DENSE=call.kind is Kind.DENSE,
-            # In parts Q and dO come back earlier; gathered calls are 2% faster without.
-            PARTS=4 if call.kind is Kind.DENSE or first_row is not None else 1,
-            **REGISTERS,
+            **constants,
         )
 
 
@@ -148,10 +153,10 @@ def backward(
 
 def _atomically(work: _Work) -> tuple[Tensor | None, Tensor | None]:
     call = work.call
-    batch, heads, tokens, _ = call.query.shape
+    batch, heads, tokens, head_dim = call.query.shape
     rows = batch * tokens
     pool_rows = 0 if call.sparse_kv is None else batch * call.sparse_kv.shape[2]
-    shape = (rows + pool_rows, HEAD_DIM)
+    shape = (rows + pool_rows, head_dim)
     sums = torch.zeros(shape, device=call.query.device, dtype=torch.float32)
     work.start(sums, rows * -(-heads // HEAD_BLOCK))
     grad_local = cast_rows(sums[:rows], call.local_kv) if work.needs[1] else None

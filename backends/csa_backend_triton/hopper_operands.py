@@ -12,6 +12,7 @@ from csa_dispatch.call import Call, Kind, TokenBounds
 from .launching import launch
 
 HEAD_DIM = 512
+NARROW_HEAD_DIM = 128
 HEAD_BLOCK = 64
 PLAN_TOKENS = 8
 PLAN_SLOTS = 256
@@ -29,9 +30,9 @@ def multiprocessors(tensor: Tensor) -> int:
     return _device_multiprocessors(tensor.device.index) if tensor.is_cuda else 132
 
 
-def programs(query: Tensor, items: int) -> int:
-    """Persistent programs: one a multiprocessor, since each needs all of its shared memory."""
-    return min(multiprocessors(query), items)
+def programs(query: Tensor, items: int, together: int = 1) -> int:
+    """Persistent programs, ``together`` of them a multiprocessor: all that its memory holds."""
+    return min(together * multiprocessors(query), items)
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -123,7 +124,7 @@ def cast_rows(rows: Tensor, like: Tensor) -> Tensor:
         (-(-rows.shape[0] // CAST_ROWS),),
         (rows, written, written.stride(0), written.stride(2), like.shape[2], rows.shape[0]),
         warps=4,
-        D=HEAD_DIM,
+        D=like.shape[3],
         ROWS=CAST_ROWS,
     )
     return gradient if written is gradient else gradient.copy_(written)

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 
 import torch
 from csa_backend_triton import hopper, hopper_gradient, hopper_ordered
+from csa_backend_triton.choice import forward_of
 from torch import Tensor
 
 from csa_dispatch.backend import Backend
@@ -34,18 +35,26 @@ from csa_dispatch.testing import Case, backend_run, check_case
 ALL = (True, True, True, True)
 NONE = (False, False, False, False)
 SECONDS = {"cases": 180, "sums": 60, "races": 60, "times": 120}
-SIZES = {"A": (4096, 64, 512, 1024), "B": (8192, 128, 1024, 2048)}
-"""Tokens, heads, slots and pool rows; head_dim is 512 and the window 128."""
+SIZES = {
+    "A": (4096, 64, 512, 1024, 512),
+    "B": (8192, 128, 1024, 2048, 512),
+    "C": (4096, 64, 128, 1024, 128),
+}
+"""Tokens, heads, slots, pool rows and head_dim; the window is 128."""
 
 
 class Hopper(Backend):
-    """The Hopper kernels alone: it refuses what the backend would leave to the portable ones."""
+    """The Hopper kernels alone: it refuses what the backend would leave to the portable ones.
+
+    But for the forward of head_dim 128, where they have only a backward.
+    """
 
     name = "hopper"
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        assert hopper.supports_forward(spec_of(call, NONE))
-        return hopper.forward(call, token_bounds(call))
+        spec = spec_of(call, NONE)
+        assert spec.head_dim == 128 or hopper.supports_forward(spec)
+        return forward_of(spec)(call, token_bounds(call))
 
     def backward(
         self,
@@ -112,6 +121,23 @@ def small_cases() -> list[Case]:
         {**ordered, "window": 0, "content": "scattered"},
         {**ordered, "needs_grad": (False, False, True, False), "memory": "strided"},
     ]
+    narrow: list[dict[str, object]] = [
+        {"content": "random", "tokens": 1300},
+        {"window": 100, "slots": 70, "pool": 40},
+        {"heads": 100, "window": 1, "slots": 1},
+        {"heads": 40, "tokens": 700, "content": "nan"},
+        {"index_dtype": "int64", "sink": "same"},
+        {"documents": "cu_seqlens", "tokens": 300, "slots": 200},
+        {"content": "poisoned", "window": 0},
+        {"content": "duplicates", "pool": 3},
+        {"content": "scattered", "slots": 300, "tokens": 400},
+        {"sink": "none", "slots": 64, "pool": 5, "window": 3},
+        {"memory": "transposed", "batch": 2},
+        {"memory": "strided"},
+        {"needs_grad": (True, False, True, False)},
+        {"needs_grad": (False, True, False, True)},
+    ]
+    changes += [{"head_dim": 128, **change} for change in narrow]
     return [Case(**{**base, **change}) for change in changes]  # type: ignore[arg-type]
 
 
@@ -146,7 +172,7 @@ def cases() -> bool:
 
 def full_size(size: str, causal: bool) -> tuple[Call, Tensor]:
     """The call of a size and an upstream gradient; causal: index < (t + 1) // 4, the rest -1."""
-    tokens, heads, slots, pool = SIZES[size]
+    tokens, heads, slots, pool, head_dim = SIZES[size]
     torch.manual_seed(0)
     limit = torch.full((tokens,), pool, device="cuda")
     if causal:
@@ -160,10 +186,10 @@ def full_size(size: str, causal: bool) -> tuple[Call, Tensor]:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
     query, local, pooled = (
-        draw(1, n, m, 512) for n, m in ((heads, tokens), (1, tokens), (1, pool))
+        draw(1, n, m, head_dim) for n, m in ((heads, tokens), (1, tokens), (1, pool))
     )
     sink = torch.randn(heads, device="cuda")
-    call = Call(query, local, pooled, indices, sink, None, None, None, 128, None, 512**-0.5)
+    call = Call(query, local, pooled, indices, sink, None, None, None, 128, None, head_dim**-0.5)
     return call, torch.randn_like(query)
 
 
@@ -201,11 +227,11 @@ def relative(found: Tensor, right: Tensor) -> float:
 
 def sums() -> bool:
     passed = True
-    for size, causal in (("A", True), ("A", False), ("B", True)):
+    for size, causal in (("A", True), ("A", False), ("B", True), ("C", True)):
         call, grad = full_size(size, causal)
-        results = hopper.forward(call, None)
+        results = forward_of(spec_of(call, NONE))(call, None)
         right = float64_gradients(call, grad)
-        for deterministic in (False, True):
+        for deterministic in (False,) if size == "C" else (False, True):
             found = hopper_gradient.backward(call, None, *results, grad, ALL, deterministic)
             errors = [relative(x, y) for x, y in zip(found, right, strict=True)]  # type: ignore
             passed &= max(errors) < 5e-3
@@ -215,12 +241,17 @@ def sums() -> bool:
 
 
 def races() -> bool:
-    call, grad = full_size("A", causal=True)
-    output, lse = hopper.forward(call, None)
+    return all(repeats(size) for size in ("A", "C"))
+
+
+def repeats(size: str) -> bool:
+    call, grad = full_size(size, causal=True)
+    forward = forward_of(spec_of(call, NONE))
+    output, lse = forward(call, None)
     first = hopper.backward(call, None, output, lse, grad, ALL, False)
     passed = True
     for _ in range(100):
-        again, lse_again = hopper.forward(call, None)
+        again, lse_again = forward(call, None)
         grads = hopper.backward(call, None, output, lse, grad, ALL, False)
         pairs = ((output, again), (lse, lse_again), (first.query, grads.query))
         passed &= all(torch.equal(x, y) for x, y in pairs)  # type: ignore
@@ -233,19 +264,21 @@ def times() -> bool:
     print(torch.cuda.get_device_name(), "torch", torch.__version__, time.strftime("%Y-%m-%d"))
     clock = clock_for(torch.device("cuda"), flush_l2=True)
     for size in SIZES:
-        tokens, heads, slots, _ = SIZES[size]
+        tokens, heads, slots, _, head_dim = SIZES[size]
         for causal in (False, True):
             call, grad = full_size(size, causal)
-            output, lse = hopper.forward(call, None)
+            forward = forward_of(spec_of(call, NONE))
+            output, lse = forward(call, None)
             runs = {
-                "forward": lambda call=call: hopper.forward(call, None),
+                "forward": lambda call=call, forward=forward: forward(call, None),
                 "backward": lambda call=call, output=output, lse=lse, grad=grad: hopper.backward(
                     call, None, output, lse, grad, ALL, False
                 ),
             }
             for name, samples in time_interleaved(runs, clock, Effort()).items():
                 found = spread([sample.elapsed for sample in samples])
-                flops = (4 if name == "forward" else 10) * tokens * heads * 512 * (128 + slots)
+                products = 2 if name == "forward" else 5
+                flops = 2 * products * tokens * heads * head_dim * (128 + slots)
                 print(
                     f"{size} {'causal' if causal else 'full':6} {name:8} {found.median:.3f} ms "
                     f"(IQR {found.iqr:.3f}) {flops / found.median / 1e9:.0f} TFLOP/s",

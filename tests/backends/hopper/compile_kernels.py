@@ -33,6 +33,7 @@ class Shape(NamedTuple):
     index_dtype: torch.dtype = torch.int32
     sink_dtype: torch.dtype | None = torch.float32
     heads: int = 64
+    head_dim: int = 512
     slots: int = 512
     ratio: int | None = None
     packed: bool = False
@@ -46,10 +47,10 @@ class Shape(NamedTuple):
             return torch.empty(shape, dtype=dtype, device="meta")
 
         offsets = empty(5, dtype=torch.int32) if self.packed else None
-        pool = empty(1, 1, POOL, 512) if self.slots or self.ratio else None
+        pool = empty(1, 1, POOL, self.head_dim) if self.slots or self.ratio else None
         return Call(
-            empty(1, self.heads, TOKENS, 512),
-            empty(1, 1, TOKENS, 512),
+            empty(1, self.heads, TOKENS, self.head_dim),
+            empty(1, 1, TOKENS, self.head_dim),
             pool,
             empty(1, TOKENS, self.slots, dtype=self.index_dtype) if self.slots else None,
             None if self.sink_dtype is None else empty(self.heads, dtype=self.sink_dtype),
@@ -58,7 +59,7 @@ class Shape(NamedTuple):
             None,
             128,
             self.ratio,
-            512**-0.5,
+            self.head_dim**-0.5,
         )
 
 
@@ -70,18 +71,27 @@ CALLS = {
     "dense": Shape(slots=0, ratio=128, gradients=(True, True, True, True)),
     "ordered": Shape(gradients=(True, True, True, True), deterministic=True),
     "pool-only": Shape(gradients=(False, False, True, False)),
+    "narrow": Shape(head_dim=128, gradients=(True, True, True, True)),
+    "narrow-int64": Shape(
+        index_dtype=torch.int64, head_dim=128, packed=True, gradients=(True, True, True, True)
+    ),
+    "narrow-pool-only": Shape(head_dim=128, gradients=(False, False, True, False)),
 }
 
 
 def item_loop_carries(ttgir: str) -> list[int]:
-    """How many values each loop over items carries, in order.
+    """How many scalars each loop over items carries, in order.
 
     Triton 3.6.0 drops a carried scalar whose one use is to bound an inner loop; every later
     item would then repeat the first one's block count.
     """
-    loops = [line for line in ttgir.splitlines() if "scf.for" in line]
-    types = [re.search(r"-> \((i32(?:, i32)*)\)", line) for line in loops]
-    return [found.group(1).count("i32") for found in types if found is not None]
+    # The loops over items are those that carry scalars alone or whose bound still has its name.
+    loops = re.findall(r"scf\.for .* to (\S+) .*-> \((.*)\)", ttgir)
+    return [
+        len(re.findall(r"\bi32\b", types))
+        for bound, types in loops
+        if bound == "%items" or set(types.split(", ")) == {"i32"}
+    ]
 
 
 def main(names: list[str]) -> None:
@@ -91,7 +101,10 @@ def main(names: list[str]) -> None:
         call = shape.call()
         bounds = token_bounds(call)
         with compile_only(90) as session:
-            output, lse = hopper.forward(call, bounds)
+            if shape.head_dim == 512:
+                output, lse = hopper.forward(call, bounds)
+            else:
+                output, lse = torch.empty_like(call.query), call.query[..., 0].float()
             if shape.gradients is not None:
                 needs, deterministic = shape.gradients, shape.deterministic
                 hopper.backward(call, bounds, output, lse, output, needs, deterministic)

@@ -50,6 +50,11 @@ def ordered() -> list[dict[str, Any]]:
     return compiled("ordered")
 
 
+@pytest.fixture(scope="module")
+def narrow() -> list[dict[str, Any]]:
+    return compiled("narrow", "narrow-int64", "narrow-pool-only")
+
+
 def of(kernels: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [kernel for kernel in kernels if kernel["kernel"] == name]
 
@@ -66,24 +71,38 @@ def test_they_fit_an_sm(kernels: list[dict[str, Any]], ordered: list[dict[str, A
         assert kernel["spills"] <= SPILLS
 
 
+def test_two_narrow_programs_fit_an_sm(narrow: list[dict[str, Any]]) -> None:
+    assert len(of(narrow, "backward_kernel")) == 3
+    for kernel in narrow:
+        assert kernel["shared"] + 1024 <= 233472 // 2
+        assert kernel["registers"] <= 255  # 4 warps each
+        assert kernel["spills"] <= SPILLS
+
+
 def test_matrix_products_are_asynchronous_wgmma(
-    kernels: list[dict[str, Any]], ordered: list[dict[str, Any]]
+    kernels: list[dict[str, Any]], ordered: list[dict[str, Any]], narrow: list[dict[str, Any]]
 ) -> None:
-    for kernel in kernels + ordered:
+    for kernel in kernels + ordered + narrow:
         assert kernel["wgmma"] > 0
         assert kernel["mma"] == 0
         assert not kernel["serialized"]
 
 
-def test_rows_are_copied_16_bytes_at_a_time(kernels: list[dict[str, Any]]) -> None:
-    for kernel in kernels:
+def test_rows_are_copied_16_bytes_at_a_time(
+    kernels: list[dict[str, Any]], narrow: list[dict[str, Any]]
+) -> None:
+    for kernel in kernels + narrow:
         assert kernel["copies"] > 0
         assert kernel["wide_copies"] == kernel["copies"]
 
 
-def test_gradients_are_added_16_bytes_at_a_time(kernels: list[dict[str, Any]]) -> None:
+def test_gradients_are_added_16_bytes_at_a_time(
+    kernels: list[dict[str, Any]], narrow: list[dict[str, Any]]
+) -> None:
     for kernel in of(kernels, "backward_kernel"):
         assert kernel["vector_atomics"] == kernel["atomics"] == 64
+    for kernel in narrow:
+        assert kernel["vector_atomics"] == kernel["atomics"] == 16
 
 
 def test_an_ordered_backward_adds_nothing_atomically(ordered: list[dict[str, Any]]) -> None:
@@ -92,11 +111,15 @@ def test_an_ordered_backward_adds_nothing_atomically(ordered: list[dict[str, Any
     assert all(kernel["atomics"] == 0 for kernel in found)
 
 
-def test_block_counts_are_carried_from_item_to_item(kernels: list[dict[str, Any]]) -> None:
+def test_block_counts_are_carried_from_item_to_item(
+    kernels: list[dict[str, Any]], narrow: list[dict[str, Any]]
+) -> None:
     for kernel in of(kernels, "forward_kernel"):
         assert kernel["carries"] == [3, 3, 3, 3]  # block, item and block count in each role
     for kernel in of(kernels, "backward_kernel"):
         assert kernel["carries"] == [2, 2, 2, 2]  # block and item
+    for kernel in narrow:
+        assert kernel["carries"] == [3]  # block count, block and item
 
 
 def test_warming_up_compiles_the_kernels_that_will_run() -> None:

@@ -101,3 +101,28 @@ def test_explain_notes_the_copies_that_are_made(
     choice._hopper.cache_clear()
     assert len(notes) == (note is not None)
     assert note is None or note in notes[0]
+
+
+NARROW = V4._replace(head_dim=128, slots=128)
+
+
+def test_gathered_backwards_of_128_are_taken() -> None:
+    for change in ({}, {"heads": 33}, {"documents": "doc_ids"}, {"batch": 3}):
+        assert supports_backward(NARROW._replace(**change))
+    assert not supports_forward(NARROW)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"heads": 32},
+        {"kind": Kind.WINDOW, "pool": 0, "slots": 0},
+        {"kind": Kind.DENSE, "slots": 0, "compress_ratio": 128},
+        {"deterministic": True},
+        {"dtype": "float16"},
+        {"capability": 100},
+        {"tokens": 1_000_000, "pool": 250_000},  # fp32 sums of 640 MB
+    ],
+)
+def test_other_backwards_of_128_are_left_alone(change: dict) -> None:
+    assert not supports_backward(NARROW._replace(**change))

@@ -44,11 +44,12 @@ def test_plan_covers_what_each_token_sees(case: Case, device: str) -> None:
             assert blocks == -(-window_rows // 64) + -(-end // 64)
 
 
-def test_cast_puts_the_accumulators_columns_in_order(device: str) -> None:
+@pytest.mark.parametrize("head_dim", [128, 512])
+def test_cast_puts_the_accumulators_columns_in_order(head_dim: int, device: str) -> None:
     # Lane q of a quad holds columns 8 i + 2 q + e; i = 2 g + h; it stores them at 16 g + 4 q.
-    columns = torch.arange(512).reshape(32, 2, 4, 2)  # g, h, q, e
+    columns = torch.arange(head_dim).reshape(-1, 2, 4, 2)  # g, h, q, e
     stored = columns.permute(0, 2, 1, 3).reshape(-1)
-    rows = torch.randn(2 * 9, 512, device=device)
-    like = torch.empty(2, 1, 9, 512, dtype=torch.float16, device=device)
+    rows = torch.randn(2 * 9, head_dim, device=device)
+    like = torch.empty(2, 1, 9, head_dim, dtype=torch.float16, device=device)
     gradient = cast_rows(rows[:, stored.to(device)].contiguous(), like)
-    assert torch.equal(gradient.reshape(18, 512), rows.half())
+    assert torch.equal(gradient.reshape(18, head_dim), rows.half())
