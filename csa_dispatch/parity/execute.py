@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from csa_dispatch.testing.boundary import check_boundary
 from csa_dispatch.testing.cases import Inputs
 from csa_dispatch.testing.check import Outcome, Reference, attention_run, check_case, innermost
 from csa_dispatch.testing.field_case import FieldCase, check_field_case
-from csa_dispatch.testing.indexer import IndexerCase, build_indexer, indexer_run, judge_picks
+from csa_dispatch.testing.suites import Suite, directions
 
 from .results import Cell, CellReport, Status
 
@@ -97,26 +98,28 @@ def run_field_case(cell: Cell, case: FieldCase, device: str) -> CellReport:
     return _report(cell, run, result)
 
 
-def run_indexer_case(cell: Cell, case: IndexerCase, device: str) -> CellReport:
-    """Run an indexer case that routing says the cell's backend supports, and judge it."""
-    call = build_indexer(case, device)
+def run_operation_case(cell: Cell, suite: Suite, case: Any, device: str) -> CellReport:
+    """Run a case of an operation beside attention that the cell's backend supports; judge it."""
+    inputs = suite.inputs(case, device)
     started = time.perf_counter()
     try:
         with record_receipts() as receipts:
-            picks = indexer_run(cell.entry.forward)(call).cpu()  # waits for the device
+            found = suite.forced(cell.entry.forward, inputs)
+            # Waits for the device.
+            results = {name: item if item is None else item.cpu() for name, item in found.items()}
     except Exception as error:
         message = f"raised {type(error).__name__}: {error}; at {innermost(error)}"
         return CellReport(cell, Status.FAIL, message=message)
     seconds = time.perf_counter() - started
     ran = tuple(f"{receipt.direction} {receipt.backend}" for receipt in receipts)
-    verdict = judge_picks(build_indexer(case), picks)
-    faults = [verdict.message] if verdict.message else []
-    if ran != (f"forward {cell.entry.forward}",):
+    verdicts = tuple(suite.judge(case, results))
+    faults = [f"{item.name}: {item.message}" for item in verdicts if item.message]
+    if ran != tuple(f"{side} {cell.entry.forward}" for side in directions(case.spec())):
         faults.append(f"receipts say that {', '.join(ran) or 'nothing'} ran")
     return CellReport(
         cell,
         Status.FAIL if faults else Status.PASS,
-        (verdict,),
+        verdicts,
         message="; ".join(faults),
         receipts=ran,
         seconds=seconds,

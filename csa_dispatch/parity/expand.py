@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
+from typing import Any
 
 import torch
 
 from csa_dispatch.capabilities import Capabilities
-from csa_dispatch.indexer_call import IndexerSpec
 from csa_dispatch.policy import Entry
 from csa_dispatch.registry import Row, backends
 from csa_dispatch.testing import Boundary, Case, boundaries_for, cases_for
 from csa_dispatch.testing.field_case import FieldCase
 from csa_dispatch.testing.field_cases import field_cases
-from csa_dispatch.testing.indexer import IndexerCase, indexer_cases
+from csa_dispatch.testing.suites import SUITES, Suite
 from csa_dispatch.toml_table import MatrixError
 
 from .limits import Ledger
-from .matrix import Group, Matrix
+from .matrix import OPERATIONS, Group, Matrix
 from .results import Cell
 
 ANYTHING = Capabilities()
@@ -44,10 +44,11 @@ class FieldWork:
 
 
 @dataclass(frozen=True)
-class IndexerWork:
-    """One call of ``lightning_indexer`` on every backend that implements it."""
+class OperationWork:
+    """One call of an operation beside attention on every backend that implements it."""
 
-    case: IndexerCase
+    suite: Suite
+    case: Any
     cells: tuple[Cell, ...]
 
 
@@ -59,7 +60,7 @@ class BoundaryWork:
     cells: tuple[Cell, ...]
 
 
-Work = CaseWork | FieldWork | IndexerWork | BoundaryWork
+Work = CaseWork | FieldWork | OperationWork | BoundaryWork
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,8 @@ def _group_works(matrix: Matrix, position: int, selection: Selection) -> Iterato
         for name in names:
             yield from _boundary_works(group, backends()[name], selection)
         return
-    if group.source == "indexer":
-        yield from _indexer_works(group, names)
+    if group.source in OPERATIONS:
+        yield from _operation_works(group, names)
         return
     pairs = permutations(names, 2) if group.crossed else ((name, name) for name in names)
     entries = [Entry(*pair) for pair in pairs]
@@ -177,16 +178,17 @@ def _cases(group: Group, names: Sequence[str], selection: Selection) -> list[Cas
     ]
 
 
-def _indexer_works(group: Group, names: Sequence[str]) -> Iterator[IndexerWork]:
+def _operation_works(group: Group, names: Sequence[str]) -> Iterator[OperationWork]:
+    suite = SUITES[OPERATIONS[group.source]]
     plugins = {name: backends()[name].backend for name in names}
     entries = [
         Entry(name, name)
         for name, plugin in plugins.items()
-        if plugin is None or plugin.implementation(IndexerSpec.operation) is not None
+        if plugin is None or plugin.implementation(suite.operation) is not None
     ]
-    for case in indexer_cases(group.dtypes):
-        cells = (Cell("indexer", group.name, case.name, "BHSD", entry) for entry in entries)
-        yield IndexerWork(case, tuple(cells))
+    for case in suite.cases(group.dtypes):
+        cells = (Cell(group.source, group.name, case.name, "BHSD", entry) for entry in entries)
+        yield OperationWork(suite, case, tuple(cells))
 
 
 def _layout(layouts: tuple[str, ...], number: int, case: Case) -> str:

@@ -15,14 +15,15 @@ A matrix file::
 
     [[group]]
     name = "pairs"
-    source = "axes"                      # axes, claims, list, field or boundaries
+    source = "axes"                      # or another of those below
     layouts = ["BHSD", "THD"]            # taken in turn
     axes = { tokens = [9], heads = [1, 3, 16] }
 
 Sources: ``axes`` covers every pair (``strength`` 1: every value) of axis values; ``claims`` does
 so for what each backend's Capabilities claim; ``list`` takes each table of ``cases`` over
-``base``; ``field`` takes the field cases in each of ``dtypes``, ``indexer`` those of
-``lightning_indexer``, on the backends that have one; ``boundaries`` steps just outside each claim.
+``base``; ``field`` takes the field cases in each of ``dtypes``, ``indexer`` and ``compressor``
+those of ``lightning_indexer`` and ``compress_kv``, on the backends that have one; ``boundaries``
+steps just outside each claim.
 ``crossed = true`` pairs each backend's forward with every other one's backward instead of its
 own.
 ``reference = "chunked"`` compares with the vectorised float64 reference, for calls too large for
@@ -44,7 +45,10 @@ from csa_dispatch.testing import Case
 from csa_dispatch.testing.field_cases import DTYPES
 from csa_dispatch.toml_table import MatrixError, TomlTable
 
-SOURCES = ("axes", "claims", "list", "field", "indexer", "boundaries")
+OPERATIONS = {"indexer": "lightning_indexer", "compressor": "compress_kv"}
+"""Sources of an operation beside attention, and which."""
+
+SOURCES = ("axes", "claims", "list", "field", *OPERATIONS, "boundaries")
 DEVICES = ("cpu", "cuda")
 REFERENCES = ("oracle", "chunked")
 
@@ -178,8 +182,8 @@ def _group(table: TomlTable) -> Group:
         table.never("base", "cases", why='only a group with source = "list" has it')
     if source not in ("axes", "claims"):
         table.never("axes", "strength", why='only source = "axes" or "claims" has it')
-    if source not in ("field", "indexer"):
-        table.never("dtypes", why='only source = "field" or "indexer" has it')
+    if source not in ("field", *OPERATIONS):
+        table.never("dtypes", why='only source = "field", "indexer" or "compressor" has it')
     axes = table.table("axes")
     layouts = table.texts("layouts") or ("BHSD",)
     for layout in layouts:

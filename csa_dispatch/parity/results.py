@@ -29,7 +29,7 @@ class Cell:
     """One thing to check on one backend, or on one pair of forward and backward.
 
     Attributes:
-        kind: ``"case"``, ``"field"``, ``"indexer"`` or ``"boundary"``.
+        kind: ``"case"``, ``"field"``, ``"indexer"``, ``"compressor"`` or ``"boundary"``.
         group: the matrix group it comes from.
         name: the case's name, the field case's id, or ``field=value`` of a boundary.
         layout: of the call.

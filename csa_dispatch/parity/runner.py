@@ -13,8 +13,8 @@ from csa_dispatch.routing import entry_reasons
 from csa_dispatch.testing.check import Reference, reference_for
 
 from .environment import environment
-from .execute import refused, run_boundary, run_case, run_field_case, run_indexer_case
-from .expand import BoundaryWork, CaseWork, FieldWork, IndexerWork, Selection, Work, expand
+from .execute import refused, run_boundary, run_case, run_field_case, run_operation_case
+from .expand import BoundaryWork, CaseWork, FieldWork, OperationWork, Selection, Work, expand
 from .matrix import Matrix
 from .reference import chunked_reference
 from .results import CellReport, ParityRun, Status
@@ -138,13 +138,13 @@ def _run(work: Work, selection: Selection) -> Iterator[CellReport]:
     elif isinstance(work, FieldWork):
         for cell in work.cells:
             yield run_field_case(cell, work.case, selection.device)
-    elif isinstance(work, IndexerWork):
+    elif isinstance(work, OperationWork):
         spec = work.case.spec(selection.device, selection.capability)
         for cell in work.cells:
             if reasons := entry_reasons(spec, cell.entry):
                 yield CellReport(cell, refused(reasons), reasons=reasons)
             else:
-                yield run_indexer_case(cell, work.case, selection.device)
+                yield run_operation_case(cell, work.suite, work.case, selection.device)
     else:
         yield from _run_case(work, selection)
 

@@ -14,7 +14,7 @@ way, or a second rounding of the result, exceed it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,10 +22,18 @@ import torch
 from torch import Tensor
 
 from csa_dispatch.compressor_call import CompressorCall
+from csa_dispatch.functional import compress_kv
 
+from .budgets import TensorVerdict
+from .compressor_cases import CompressorInputs
 from .plain import accumulation_dtype
 
 NAMES = ("entries", "dvalues", "dgates", "dposition_bias")
+
+CompressorResult = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Entries and the gradients of values, gates and position_bias; None where not asked for."""
+
+Run = Callable[[CompressorInputs], CompressorResult]
 
 
 class CompressorResults(NamedTuple):
@@ -165,35 +173,81 @@ def compressor_oracle(call: CompressorCall, grad_entries: Tensor) -> CompressorO
     return CompressorOracle(exact, sizes, unused, logit)
 
 
-def compressor_shares(
-    call: CompressorCall, results: Sequence[Tensor], grad_entries: Tensor
-) -> dict[str, float]:
-    """Share of its budget that each result uses, by name; above 1 is wrong.
+def compressor_verdicts(
+    call: CompressorCall, results: Sequence[Tensor | None], grad_entries: Tensor
+) -> list[TensorVerdict]:
+    """How each result compares with the oracle; none of a gradient that is None.
+
+    A share is the largest of an element; inf for a wrong shape or dtype, NaN or Inf elsewhere
+    than the oracle, or anything but 0 where no entry pools.
 
     Args:
         call: the call; its tensors are read at their own (quantised) dtype.
         results: entries, dvalues, dgates and dposition_bias.
         grad_entries: ``[B, T // r, D]`` upstream gradient.
-
-    Returns:
-        The largest share of an element; inf for a wrong shape or dtype, NaN or Inf elsewhere than
-        the oracle, or anything but 0 where no entry pools.
     """
     oracle = compressor_oracle(call, grad_entries)
     fine = torch.finfo(accumulation_dtype(call.values.dtype)).eps / 2
-    shares: dict[str, float] = {}
+    verdicts: list[TensorVerdict] = []
     for name, found, value, size, zero in zip(
         NAMES, results, oracle.exact, oracle.sizes, oracle.unused, strict=True
     ):
+        if found is None:
+            continue
         by_bias = name == "dposition_bias"
         dtype = (call.position_bias if by_bias else call.values).dtype
         hits = call.values.shape[0] * call.entries if by_bias else 0
         spread = (1 + oracle.logit) * (4 + math.sqrt(call.slots)) + math.sqrt(hits)
-        shares[name] = math.inf
+        share = error = math.inf
         if found.shape == value.shape and found.dtype == dtype:
-            budget = 2 * fine * spread * size
-            shares[name] = _share(found.detach(), value, budget, zero)
-    return shares
+            share = _share(found.detach(), value, 2 * fine * spread * size, zero)
+            error = _relative_error(found.detach(), value)
+        message = "" if share <= 1 else f"uses {share:.3g} times its budget"
+        if share == math.inf:
+            message = f"is wrong: {found.dtype} {list(found.shape)}, or NaN or not 0 in places"
+        verdicts.append(TensorVerdict(name, share, error, 0.0, message))
+    return verdicts
+
+
+def compressor_shares(
+    call: CompressorCall, results: Sequence[Tensor], grad_entries: Tensor
+) -> dict[str, float]:
+    """Share of its budget that each result uses, by name; see ``compressor_verdicts``."""
+    return {item.name: item.share for item in compressor_verdicts(call, results, grad_entries)}
+
+
+def _relative_error(found: Tensor, value: Tensor) -> float:
+    """In the Frobenius norm, where the oracle is finite."""
+    finite = value.isfinite()
+    size = float(value[finite].norm())
+    error = float((found.double() - value)[finite].norm())
+    return error / size if size else error
+
+
+def compressor_run(backend: str | None) -> Run:
+    """``compress_kv`` forced to a backend, with the gradients asked for, on a case's inputs."""
+
+    def run(inputs: CompressorInputs) -> CompressorResult:
+        call, grad_entries, needs = inputs
+        leaves = [
+            tensor.detach().requires_grad_(need)
+            for tensor, need in zip(call[:3], needs, strict=True)
+        ]
+        entries = compress_kv(
+            leaves[0],
+            leaves[1],
+            leaves[2],
+            call.compress_ratio,
+            overlapping=call.overlapping,
+            cu_seqlens=call.cu_seqlens,
+            backend=backend,
+        ).entries
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found = iter(torch.autograd.grad(entries, wanted, grad_entries) if wanted else ())
+        values, gates, bias = (next(found) if need else None for need in needs)
+        return entries.detach(), values, gates, bias
+
+    return run
 
 
 def _share(found: Tensor, value: Tensor, budget: Tensor, zero: Tensor) -> float:

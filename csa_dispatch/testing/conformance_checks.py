@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
 from csa_dispatch.call_spec import CallSpec
-from csa_dispatch.capabilities import Allowed, Capabilities
-from csa_dispatch.reasons import BackendRefused, Reason
+from csa_dispatch.reasons import BackendRefused
 from csa_dispatch.receipts import record_receipts
 
 from .boundary import check_boundary
@@ -33,8 +31,11 @@ from .conformance_kit import (
     Observation,
     continued_reference,
     expanded_reference,
+    no_sync,
 )
+from .conformance_operations import OPERATION_CHECKS
 from .conformance_report import Finding
+from .conformance_statement import notes_fault, stated
 from .covering import boundaries_for
 from .field_case import check_field_case
 from .field_cases import DTYPES as FIELD_DTYPES
@@ -85,36 +86,9 @@ def _statement(kit: Kit) -> Iterator[Finding]:
     sides = {"forward": backend.forward_capabilities, "backward": backend.backward_capabilities}
     for side, capabilities in sides.items():
         if capabilities is not None:
-            yield from _stated(side, capabilities)
+            yield from stated(side, capabilities, CallSpec())
     for spec in (CallSpec(), CallSpec(device_type="cuda", capability=90, needs_grad=ALL)):
-        notes = backend.notes(spec)
-        right = isinstance(notes, tuple) and all(isinstance(note, str) for note in notes)
-        yield Finding("notes", "" if right else f"are {notes!r}, not a tuple of str")
-
-
-def _stated(side: str, capabilities: Capabilities) -> Iterator[Finding]:
-    """Whether a statement of capabilities says what it says about itself."""
-    for name, allowed in capabilities.bounds().items():
-        what = f"{side} {name}"
-        if not isinstance(allowed, Allowed):
-            yield Finding(what, f"is {allowed!r}, not a set of allowed values")
-            continue
-        claimed = [value for value in allowed.outside() if value in allowed]
-        missing = [value for value in allowed.inside() if value not in allowed]
-        faults = [f"allows {value!r}, which it calls outside" for value in claimed]
-        faults += [f"does not allow {value!r}, which it calls inside" for value in missing]
-        yield Finding(what, "; ".join(faults))
-        yield Finding(f"{what} in words", "" if allowed.describe() else "is empty")
-    for predicate in capabilities.predicates:
-        what = f"{side} {predicate.__name__}"
-        documented = bool((predicate.__doc__ or "").strip())
-        yield Finding(what, "" if documented else "has no docstring")
-        reason = predicate(CallSpec())
-        right = reason is None or isinstance(reason, Reason)
-        yield Finding(what, "" if right else f"gives {reason!r}, not a Reason or None")
-    for field, _ in capabilities.remedies:
-        bounded = field in capabilities.bounds()
-        yield Finding(f"{side} remedy of {field}", "" if bounded else "is for no bound")
+        yield Finding("notes", notes_fault(backend.notes(spec)))
 
 
 def _refusals(kit: Kit) -> Iterator[Finding]:
@@ -287,21 +261,11 @@ def _sync(kit: Kit) -> Iterator[Finding]:
         try:
             kit.plain_run(inputs)  # compiles what it compiles
             torch.cuda.synchronize(kit.device)
-            with _no_sync():
+            with no_sync():
                 kit.plain_run(inputs)
             yield Finding(case.name)
         except RuntimeError as error:
             yield Finding(case.name, str(error))
-
-
-@contextmanager
-def _no_sync() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def _continued(kit: Kit) -> Iterator[Finding]:
@@ -366,4 +330,5 @@ CHECKS: tuple[Check, ...] = (
     Check("operators", "the operators pass torch.library.opcheck on it", _operators),
     Check("sync", "nothing waits for the device", _sync),
     Check("field_cases", "faults that others shipped are not its own", _field_cases),
+    *(Check(*check) for check in OPERATION_CHECKS),
 )

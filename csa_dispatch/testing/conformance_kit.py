@@ -224,6 +224,17 @@ class Kit:
                 unregister_backend(name)
 
 
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """In the block, what waits for a CUDA device raises RuntimeError."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 def _form_faults(reference: Reference, results: dict[str, Tensor | None]) -> Iterator[str]:
     for name, result in results.items():
         target = reference.targets.get(name)

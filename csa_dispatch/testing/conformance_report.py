@@ -139,7 +139,7 @@ class ConformanceReport:
         lines = [f"{self.backend}{version} on {self.device}, {self.level}: {total}"]
         for check in self.checks:
             share = "" if check.share is None else _share_text(check.share)
-            lines.append(f"  {check.status:<11}  {check.name:<14} {share:>6}  {check.promise}")
+            lines.append(f"  {check.status:<11}  {check.name:<17} {share:>6}  {check.promise}")
             if check.message:
                 lines.append(textwrap.indent(check.message, " " * 6))
         return "\n".join(lines)

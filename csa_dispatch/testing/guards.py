@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .cases import Inputs
 from .check import bits
 
 _MARGIN = 256
@@ -72,7 +72,11 @@ class Guard:
         return differ.reshape(-1, size).any(-1)
 
 
-def guard_inputs(inputs: Inputs) -> tuple[Inputs, dict[str, Guard]]:
+Tensors = TypeVar("Tensors", bound=Any)
+"""A NamedTuple of which some fields are tensors."""
+
+
+def guard_inputs(inputs: Tensors) -> tuple[Tensors, dict[str, Guard]]:
     """``inputs`` with every tensor guarded, and the guards by name."""
     guards = {
         name: Guard.around(value)

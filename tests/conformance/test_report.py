@@ -34,8 +34,8 @@ def test_a_check_takes_its_worst_finding_and_spells_out_three_faults():
 def test_a_report_reads_as_text_and_as_json():
     assert str(REPORT).splitlines() == [
         "mine (lib 1.0) on cpu, quick: 1 pass, 1 fail",
-        "  pass         window            25%  windows are right",
-        "  fail         nan             wrong  NaN spreads",
+        "  pass         window               25%  windows are right",
+        "  fail         nan                wrong  NaN spreads",
         "      one: two",
     ]
     data = json.loads(json.dumps(REPORT.to_dict(), allow_nan=False))
