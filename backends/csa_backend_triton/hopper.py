@@ -1,9 +1,8 @@
 """The Hopper kernels' door: which calls they take, and the forward's launch.
 
 They run bf16 (and fp16 forward) calls of head_dim 512 with one KV head on compute capability
-9.0, and the backward of gathered bf16 calls of head_dim 128. Everything else, and machines whose
-Triton has no fitting Gluon, is left to the portable kernels. No data-dependent value ever reaches
-the host.
+9.0, and gathered ones of head_dim 128. Everything else, and machines whose Triton has no fitting
+Gluon, is left to the portable kernels. No data-dependent value ever reaches the host.
 """
 
 from __future__ import annotations
@@ -69,8 +68,11 @@ def supports_forward(spec: CallSpec) -> bool:
 
     Up to 16 heads the portable kernel is faster: its tiles need not be 64 heads tall.
     """
-    fitting = _fits(spec) and spec.head_dim == HEAD_DIM
-    return fitting and spec.heads > 16 and spec.dtype in ("bfloat16", "float16")
+    if spec.head_dim == NARROW_HEAD_DIM:
+        fitting = spec.kind is Kind.GATHER and spec.heads > 32
+    else:
+        fitting = spec.head_dim == HEAD_DIM and spec.heads > 16
+    return fitting and _fits(spec) and spec.dtype in ("bfloat16", "float16")
 
 
 def supports_backward(spec: CallSpec) -> bool:
@@ -96,9 +98,15 @@ def supports_backward(spec: CallSpec) -> bool:
 
 def forward(call: Call, bounds: TokenBounds | None) -> tuple[Tensor, Tensor]:
     """Output like the query and lse ``[B, H, T]`` fp32, the sink included."""
-    from .hopper_forward import forward_kernel
+    batch, heads, tokens, head_dim = call.query.shape
+    if head_dim == NARROW_HEAD_DIM:
+        from .hopper_narrow_forward import forward_kernel
 
-    batch, heads, tokens, _ = call.query.shape
+        together, constants = 2, {}
+    else:
+        from .hopper_forward import forward_kernel
+
+        together, constants = 1, FORWARD
     out = torch.empty_like(call.query)
     lse = call.query.new_empty((batch, heads, tokens), dtype=torch.float32)
     if out.numel() == 0:
@@ -112,7 +120,7 @@ def forward(call: Call, bounds: TokenBounds | None) -> tuple[Tensor, Tensor]:
     items = batch * tokens * -(-heads // HEAD_BLOCK)
     launch(
         forward_kernel,
-        (programs(query, items),),
+        (programs(query, items, together),),
         (
             *head_rows(query),
             *head_rows(local),
@@ -132,7 +140,7 @@ def forward(call: Call, bounds: TokenBounds | None) -> tuple[Tensor, Tensor]:
         ),
         warps=4,
         DENSE=call.kind is Kind.DENSE,
-        **FORWARD,
+        **constants,
     )
     if written is not out:
         out.copy_(written)

@@ -10,8 +10,7 @@ one K = V block [64, 512] in shared memory:
     l = a l + rowsum P                          O = a O + P K
 
 and at the end out = O / (l + exp2(sink - m)), lse = m + log(l + exp2(sink - m)), S and m being in
-log2 units. The running maximum is lazy: it moves only when a block exceeds it by 2^8, so that
-most blocks leave O unscaled; P then reaches 2^8, which fp32 sums and bf16/fp16 P hold easily.
+log2 units. The running maximum is lazy (``hopper_softmax``).
 
 Four warpgroups, synchronised by mbarriers alone:
 
@@ -36,19 +35,23 @@ from .gluon_compat import (
     warpgroup_mma_wait,
 )
 from .hopper_rescale import rescaled
+from .hopper_softmax import (
+    HEADS,
+    KEYS,
+    LOWEST,
+    SCORES,
+    SUMS,
+    add_mass,
+    load_sink,
+    log_sum,
+    weights,
+    with_sink,
+)
 from .hopper_tiles import Rows, Walk, barriers
 
 CHUNKS = gl.constexpr(4)
 CHUNK = gl.constexpr(128)
-HEADS = gl.constexpr(64)
-KEYS = gl.constexpr(64)
-LAZY_LOG2 = gl.constexpr(8.0)
-LOWEST = gl.constexpr(-3.4e38)
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 # A row's 128 columns over 16 lanes, 16 bytes each, rows staying in the warp that computed them.
 OUTPUT = gl.constexpr(
@@ -198,21 +201,13 @@ def _key_bias(token, index, j, key):
 @gluon.jit
 def _weights(s, bias, m, mass, scale_log2, block, shared):
     slot = block % 2
-    s = s * scale_log2 + bias[None, :]
-    top = gl.max(gl.max(s.reshape([HEADS, KEYS // 8, 8]), 1), 1)
-    top = gl.convert_layout(top, gl.SliceLayout(1, SCORES))
-    m_new = gl.where(top > m + LAZY_LOG2, top, m)
-    p = gl.exp2(s - m_new[:, None])
-    alpha = gl.exp2(m - m_new)
+    p, alpha, m = weights(s, bias, m, scale_log2)
     mbarrier.wait(shared.p_empty.index(slot), ((block // 2) & 1) ^ 1)
     shared.p.index(slot).store(p.to(shared.p.dtype))
     shared.alpha.index(slot).store(alpha)
     fence_async_shared()
     mbarrier.arrive(shared.p_full.index(slot), count=1)
-    # Kept as 8 partial sums a row, so that no lane waits for another until the item's end.
-    sums = gl.convert_layout(gl.sum(p.reshape([HEADS, KEYS // 8, 8]), 1), SUMS)
-    mass = mass * gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None] + sums
-    return m_new, mass
+    return m, add_mass(mass, p, alpha)
 
 
 @gluon.jit
@@ -228,10 +223,7 @@ def _scores(walk, shared, SINK, LSE, scale_log2):
         blocks_next = walk.blocks_ahead(item + gl.num_programs(0))
         head = first_head + offs_h
         live = head < walk.heads
-        if SINK is None:
-            sink = gl.full([HEADS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
-        else:
-            sink = gl.load(SINK + head, mask=live, other=0.0).to(gl.float32)
+        sink = load_sink(SINK, head, live)
         m = gl.full([HEADS], LOWEST, gl.float32, layout=gl.SliceLayout(1, SCORES))
         mass = gl.zeros([HEADS, 8], gl.float32, layout=SUMS)
 
@@ -248,21 +240,12 @@ def _scores(walk, shared, SINK, LSE, scale_log2):
             m, mass = _weights(s, bias, m, mass, scale_log2, block + j, shared)
 
         empty = (token.window_rows == 0) & (token.pool_length == 0)
-        total = gl.convert_layout(gl.sum(mass, 1), gl.SliceLayout(1, SCORES))
-        total = gl.where(empty, 0.0, total)
-        m = gl.where(empty, LOWEST, m)
-        m_end = gl.maximum(m, sink * LOG2E)
-        sink_dominates = m_end > m
-        share = gl.exp2(m - m_end)
-        total = total * share + gl.where(sink_dominates, 1.0, gl.exp2(sink * LOG2E - m))
+        m, total, share = with_sink(m, mass, sink, empty)
         slot = count % 2
         mbarrier.wait(shared.final_empty.index(slot), ((count // 2) & 1) ^ 1)
-        # Exactly 0 marks a row without keys; its O may be NaN from a NaN query and is not used.
-        shared.final.index(slot).store(gl.where(empty, 0.0, share / total))
+        shared.final.index(slot).store(share)
         mbarrier.arrive(shared.final_full.index(slot), count=1)
-        # In natural units from the start, so that a dominating sink comes back unrounded.
-        lse = gl.where(sink_dominates, sink, m * LN2) + gl.log2(total) * LN2
-        lse = gl.where(empty, sink, lse)
+        lse = log_sum(m, total, sink, empty)
         gl.store(LSE + walk.statistic(token, head), lse, mask=live)
         block += blocks
         count += 1  # noqa: SIM113

@@ -228,7 +228,7 @@ def backward_kernel(
     nothing = gl.zeros([KEYS, HALF], gl.float32, layout=SUMS)
 
     first = gl.program_id(0)
-    token, blocks = token_of(walk, first)
+    token, blocks = token_of(walk, first, True)
     copy_heads(tiles.q.index(0), query, token, _live(token, walk))
     copy_heads(tiles.do.index(0), upstream, token, _live(token, walk))
     index = token.load_indices(0, key)
@@ -242,8 +242,8 @@ def backward_kernel(
     block = 0
     count = 0
     for item in range(first, items, gl.num_programs(0)):
-        token, _ = token_of(walk, item)
-        later, blocks_later = token_of(walk, item + gl.num_programs(0))
+        token, _ = token_of(walk, item, True)
+        later, blocks_later = token_of(walk, item + gl.num_programs(0), True)
         q = tiles.q.index(count % 2)
         do = tiles.do.index(count % 2)
         seen = (token.window_rows > 0) | (token.pool_length > 0)

@@ -1,10 +1,10 @@
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false
-"""How the Hopper backward of head_dim 128 copies a token's keys and heads to shared memory.
+"""How the Hopper kernels of head_dim 128 copy a token's keys and heads to shared memory.
 
-It is persistent and keeps copying across items, so a copy is of the item at work or of the next
-one.
+They are persistent and keep copying across items, so a copy is of the item at work or of the
+next one.
 """
 
 from .gluon_compat import copy_async, gl, gluon
@@ -20,14 +20,18 @@ ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def token_of(walk, item):
+def token_of(walk, item, SPREAD: gl.constexpr):
     """An item's token and its number of blocks, at least two, the last ones maybe unused.
 
     Two, so that what is on its way is never beyond the next item. Past the last item it is a
-    token that sees nothing, so that nothing is read.
+    token that sees nothing, so that nothing is read. Items are in SPREAD or natural order.
     """
     inside = item < walk.items
-    at, first_head = walk.spread(gl.minimum(item, walk.items - 1))
+    item = gl.minimum(item, walk.items - 1)
+    if SPREAD:
+        at, first_head = walk.spread(item)
+    else:
+        at, first_head = walk.natural(item)
     blocks = gl.maximum(gl.load(walk.PLAN + at), 2)
     token = walk.token(at, first_head)
     token = Token(

@@ -22,7 +22,6 @@ from contextlib import contextmanager
 
 import torch
 from csa_backend_triton import hopper, hopper_gradient, hopper_ordered
-from csa_backend_triton.choice import forward_of
 from torch import Tensor
 
 from csa_dispatch.backend import Backend
@@ -44,17 +43,13 @@ SIZES = {
 
 
 class Hopper(Backend):
-    """The Hopper kernels alone: it refuses what the backend would leave to the portable ones.
-
-    But for the forward of head_dim 128, where they have only a backward.
-    """
+    """The Hopper kernels alone: it refuses what the backend would leave to the portable ones."""
 
     name = "hopper"
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        spec = spec_of(call, NONE)
-        assert spec.head_dim == 128 or hopper.supports_forward(spec)
-        return forward_of(spec)(call, token_bounds(call))
+        assert hopper.supports_forward(spec_of(call, NONE))
+        return hopper.forward(call, token_bounds(call))
 
     def backward(
         self,
@@ -126,6 +121,7 @@ def small_cases() -> list[Case]:
         {"window": 100, "slots": 70, "pool": 40},
         {"heads": 100, "window": 1, "slots": 1},
         {"heads": 40, "tokens": 700, "content": "nan"},
+        {"heads": 40, "dtype": "float16", "needs_grad": NONE},
         {"index_dtype": "int64", "sink": "same"},
         {"documents": "cu_seqlens", "tokens": 300, "slots": 200},
         {"content": "poisoned", "window": 0},
@@ -229,7 +225,7 @@ def sums() -> bool:
     passed = True
     for size, causal in (("A", True), ("A", False), ("B", True), ("C", True)):
         call, grad = full_size(size, causal)
-        results = forward_of(spec_of(call, NONE))(call, None)
+        results = hopper.forward(call, None)
         right = float64_gradients(call, grad)
         for deterministic in (False,) if size == "C" else (False, True):
             found = hopper_gradient.backward(call, None, *results, grad, ALL, deterministic)
@@ -246,12 +242,11 @@ def races() -> bool:
 
 def repeats(size: str) -> bool:
     call, grad = full_size(size, causal=True)
-    forward = forward_of(spec_of(call, NONE))
-    output, lse = forward(call, None)
+    output, lse = hopper.forward(call, None)
     first = hopper.backward(call, None, output, lse, grad, ALL, False)
     passed = True
     for _ in range(100):
-        again, lse_again = forward(call, None)
+        again, lse_again = hopper.forward(call, None)
         grads = hopper.backward(call, None, output, lse, grad, ALL, False)
         pairs = ((output, again), (lse, lse_again), (first.query, grads.query))
         passed &= all(torch.equal(x, y) for x, y in pairs)  # type: ignore
@@ -267,10 +262,9 @@ def times() -> bool:
         tokens, heads, slots, _, head_dim = SIZES[size]
         for causal in (False, True):
             call, grad = full_size(size, causal)
-            forward = forward_of(spec_of(call, NONE))
-            output, lse = forward(call, None)
+            output, lse = hopper.forward(call, None)
             runs = {
-                "forward": lambda call=call, forward=forward: forward(call, None),
+                "forward": lambda call=call: hopper.forward(call, None),
                 "backward": lambda call=call, output=output, lse=lse, grad=grad: hopper.backward(
                     call, None, output, lse, grad, ALL, False
                 ),

@@ -52,7 +52,7 @@ def ordered() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def narrow() -> list[dict[str, Any]]:
-    return compiled("narrow", "narrow-int64", "narrow-pool-only")
+    return compiled("narrow", "narrow-int64", "narrow-fp16", "narrow-pool-only")
 
 
 def of(kernels: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
@@ -72,6 +72,7 @@ def test_they_fit_an_sm(kernels: list[dict[str, Any]], ordered: list[dict[str, A
 
 
 def test_two_narrow_programs_fit_an_sm(narrow: list[dict[str, Any]]) -> None:
+    assert len(of(narrow, "forward_kernel")) == 4
     assert len(of(narrow, "backward_kernel")) == 3
     for kernel in narrow:
         assert kernel["shared"] + 1024 <= 233472 // 2
@@ -101,7 +102,7 @@ def test_gradients_are_added_16_bytes_at_a_time(
 ) -> None:
     for kernel in of(kernels, "backward_kernel"):
         assert kernel["vector_atomics"] == kernel["atomics"] == 64
-    for kernel in narrow:
+    for kernel in of(narrow, "backward_kernel"):
         assert kernel["vector_atomics"] == kernel["atomics"] == 16
 
 

@@ -106,10 +106,10 @@ def test_explain_notes_the_copies_that_are_made(
 NARROW = V4._replace(head_dim=128, slots=128)
 
 
-def test_gathered_backwards_of_128_are_taken() -> None:
+def test_gathered_calls_of_128_are_taken() -> None:
     for change in ({}, {"heads": 33}, {"documents": "doc_ids"}, {"batch": 3}):
+        assert supports_forward(NARROW._replace(**change))
         assert supports_backward(NARROW._replace(**change))
-    assert not supports_forward(NARROW)
 
 
 @pytest.mark.parametrize(
@@ -118,11 +118,23 @@ def test_gathered_backwards_of_128_are_taken() -> None:
         {"heads": 32},
         {"kind": Kind.WINDOW, "pool": 0, "slots": 0},
         {"kind": Kind.DENSE, "slots": 0, "compress_ratio": 128},
+        {"capability": 100},
+        {"kv_heads": 64},
+    ],
+)
+def test_other_calls_of_128_are_left_alone(change: dict) -> None:
+    assert not supports_forward(NARROW._replace(**change))
+    assert not supports_backward(NARROW._replace(**change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
         {"deterministic": True},
         {"dtype": "float16"},
-        {"capability": 100},
         {"tokens": 1_000_000, "pool": 250_000},  # fp32 sums of 640 MB
     ],
 )
-def test_other_backwards_of_128_are_left_alone(change: dict) -> None:
+def test_backwards_of_128_it_cannot_run_leave_the_forward_alone(change: dict) -> None:
+    assert supports_forward(NARROW._replace(**change))
     assert not supports_backward(NARROW._replace(**change))
