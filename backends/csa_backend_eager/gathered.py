@@ -14,6 +14,14 @@ from .tiles import Tile, accumulate_dtype, segment_keys
 from .workspace import Workspace
 
 
+def copies_the_pool(tokens: int, slots: int, pool: int) -> bool:
+    """Whether to gather from a copy of the pool, in one pass instead of three.
+
+    Not where few tokens, as in decoding, gather fewer rows than half of the pool's.
+    """
+    return 2 * tokens * slots >= pool
+
+
 class GatheredBranch:
     """The rows of ``sparse_kv`` that ``kv_indices`` names; duplicates are just more rows."""
 
@@ -24,24 +32,37 @@ class GatheredBranch:
         self.source = call.sparse_kv
         self.call = call
         self.slots = Slots(call, bounds)
-        # A flat copy in the accumulation dtype, so that a gather is one pass; the row past the
-        # end is 0 and stands for unused slots.
-        total, head_dim = self.source.shape[:3].numel(), self.source.shape[3]
-        dtype = accumulate_dtype(self.source.dtype)
-        self.rows = self.source.new_empty(total + 1, head_dim, dtype=dtype)
-        self.rows[:total].view(self.source.shape).copy_(self.source)
-        self.rows[total:] = 0
+        self.no_row = self.source.shape[:3].numel()
+        self.copy: Tensor | None = None
+        tokens, slots = call.kv_indices.shape[1:]
+        if copies_the_pool(tokens, slots, self.source.shape[2]):
+            # Flat and in the accumulation dtype, so that a gather is one pass; the row past the
+            # end is 0 and stands for unused slots.
+            dtype, head_dim = accumulate_dtype(self.source.dtype), self.source.shape[3]
+            self.copy = self.source.new_empty(self.no_row + 1, head_dim, dtype=dtype)
+            self.copy[:-1].view(self.source.shape).copy_(self.source)
+            self.copy[-1] = 0
 
     def segments(self, tile: Tile) -> Iterator[Segment]:
-        head_dim = self.source.shape[3]
         step = segment_keys(tile, self.call, own_keys=True)
         for first in range(0, self.slots.count, step):
             row, used = self.slots.rows(tile, slice(first, first + step))
             place = self._places(tile, row, used)
-            keys = self.workspace.empty("keys", (place.numel(), head_dim), self.rows.dtype)
-            torch.index_select(self.rows, 0, place.flatten(), out=keys)
+            keys = self._gather(tile, row, used, place)
             bias = keys.new_zeros(used.shape).masked_fill_(~used, -torch.inf)
-            yield Segment(keys.view(*place.shape, head_dim), bias[:, None, :, None], place, 0.0)
+            yield Segment(keys, bias[:, None, :, None], place, 0.0)
+
+    def _gather(self, tile: Tile, row: Tensor, used: Tensor, place: Tensor) -> Tensor:
+        """The slots' keys ``[batches, G, n, K, D]``, 0 where unused."""
+        head_dim, dtype = self.source.shape[3], accumulate_dtype(self.source.dtype)
+        keys = self.workspace.empty("keys", (*place.shape, head_dim), dtype)
+        if self.copy is not None:
+            torch.index_select(self.copy, 0, place.flatten(), out=keys.view(-1, head_dim))
+            return keys
+        entry = torch.arange(tile.first_batch, tile.first_batch + tile.batches, device=row.device)
+        head = torch.arange(self.source.shape[1], device=row.device)
+        keys.copy_(self.source[entry[:, None, None, None], head[:, None, None], row[:, None]])
+        return keys.masked_fill_(~used[:, None, :, :, None], 0)
 
     def sees_a_key(self, tile: Tile) -> Tensor:
         return self.slots.any_used(tile)
@@ -58,7 +79,7 @@ class GatheredBranch:
         first = tile.first_batch * kv_heads
         base = torch.arange(first, first + tile.batches * kv_heads, device=self.source.device)
         base = (base * length).view(tile.batches, kv_heads, 1, 1)
-        return torch.where(used[:, None], row[:, None] + base, self.rows.shape[0] - 1)
+        return torch.where(used[:, None], row[:, None] + base, self.no_row)
 
 
 class Slots:

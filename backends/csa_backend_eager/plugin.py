@@ -18,7 +18,7 @@ from .branch import Branch
 from .compressor import EagerCompressor
 from .dense import CountedBranch, DenseBranch
 from .forward import forward
-from .gathered import GatheredBranch
+from .gathered import GatheredBranch, copies_the_pool
 from .indexer import EagerIndexer
 from .window import WindowBranch
 from .workspace import Workspace
@@ -69,6 +69,8 @@ class EagerBackend(Backend):
         shared = spec.heads // spec.kv_heads
         if counting_is_faster(spec.pool, spec.slots, shared):
             return ("weighs the whole pool by counts: it is hardly larger than the selection",)
+        if not copies_the_pool(spec.tokens, spec.slots, spec.pool):
+            return ()
         dtype = "float64" if spec.dtype == "float64" else "float32"
         return (f"gathers from a {dtype} copy of sparse_kv",)
 

@@ -18,8 +18,8 @@ WORKSPACE_BYTES = 64 * 2**20
 """Bound on the temporary memory of one forward or backward on a CPU, in bytes.
 
 Beside it a call allocates what it returns and, in the accumulation dtype, one gradient sum for
-each KV gradient asked for and one copy of ``sparse_kv`` if it gathers. One token and one key are
-the least a tile can hold: the bound assumes that 32 rows of ``[H, D]`` fit.
+each KV gradient asked for and one copy of ``sparse_kv`` if it gathers more than a few rows. One
+token and one key are the least a tile can hold: the bound assumes that 32 rows of ``[H, D]`` fit.
 """
 
 ACCELERATOR_WORKSPACE_BYTES = 512 * 2**20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..api import attention
 from ..prepared import Arguments, autocast_arguments
@@ -27,8 +28,12 @@ def attention_with_past(
 
     Equal to the last rows of ``attention()`` over the whole sequence, without computing the
     others. Few tokens read their window as gathered rows, so one token costs one row of work;
-    more of them than window rows before them run with the window of ``attention()`` itself,
-    their queries padded in front by those rows.
+    of the entries only the picks are copied where those are less than half.
+
+    More than twice as many tokens as there are window rows before them run with the window of
+    ``attention()`` itself, their queries padded in front by those rows. There every complete
+    entry stays a span of the pool, of a document that began before row 0: one call for each row
+    of the batch.
 
     Args:
         query: ``[B, H, T, D]``, the queries of tokens ``past`` to ``past + T - 1``.
@@ -67,41 +72,22 @@ def attention_with_past(
     _check(arguments, past)
     before, tokens = local_kv.shape[2] - query.shape[2], query.shape[2]
     needed = min(past, max(sliding_window_size, 1) - 1)
-    if past == 0 and before == 0:
-        return attention(
-            query,
-            local_kv,
-            sparse_kv,
-            kv_indices,
-            attention_sink,
-            sliding_window_size=sliding_window_size,
-            compress_ratio=compress_ratio,
-            scale=scale,
-        )
     # Rows further back than any query's window would be padded or copied for nothing.
     before, local_kv = needed, local_kv[:, :, before - needed :]
+    if tokens > 2 * before:  # zeros before fewer tokens cost more than gathering their windows
+        call = (query, local_kv, sparse_kv, kv_indices, attention_sink)
+        return _padded(*call, past, sliding_window_size, compress_ratio, scale)
     if sparse_kv is not None and kv_indices is None and compress_ratio is not None:
         kv_indices = complete_entries(query, sparse_kv.shape[2], past, compress_ratio)
-    if tokens > before:
-        padded = torch.nn.functional.pad(query, (0, 0, before, 0))
-        if kv_indices is not None:
-            kv_indices = torch.nn.functional.pad(kv_indices, (0, 0, before, 0), value=-1)
-        output = attention(
-            padded,
-            local_kv,
-            sparse_kv,
-            kv_indices,
-            attention_sink,
-            sliding_window_size=sliding_window_size,
-            scale=scale,
-        )
-        return output[:, :, before:]
-    rows = window_rows(query, before, sliding_window_size)
+    rows, pool = window_rows(query, before, sliding_window_size), local_kv
     if sparse_kv is not None and kv_indices is not None:
         unused = (kv_indices < 0) | (kv_indices >= sparse_kv.shape[2])
+        kv_indices = torch.where(unused, 0, kv_indices)
+        if 2 * tokens * kv_indices.shape[2] < sparse_kv.shape[2]:
+            sparse_kv, kv_indices = _picked(sparse_kv, kv_indices)
         picks = torch.where(unused, -1, kv_indices + local_kv.shape[2])
         rows = torch.cat((rows, picks.to(rows.dtype)), dim=-1)
-    pool = local_kv if sparse_kv is None else torch.cat((local_kv, sparse_kv), dim=2)
+        pool = torch.cat((local_kv, sparse_kv), dim=2)
     return attention(
         query,
         local_kv[:, :, before:],
@@ -111,6 +97,59 @@ def attention_with_past(
         sliding_window_size=0,
         scale=scale,
     )
+
+
+def _picked(sparse_kv: Tensor, kv_indices: Tensor) -> tuple[Tensor, Tensor]:
+    """The picked rows alone, ``[B, G, T * K, D]``, and their slots there."""
+    batch = torch.arange(sparse_kv.shape[0], device=sparse_kv.device)[:, None]
+    rows = sparse_kv.transpose(1, 2)[batch, kv_indices.flatten(1)].transpose(1, 2)
+    slots = torch.arange(rows.shape[2], device=rows.device, dtype=kv_indices.dtype)
+    return rows, slots.view(kv_indices.shape[1:])
+
+
+def _padded(
+    query: Tensor,
+    local_kv: Tensor,
+    sparse_kv: Tensor | None,
+    kv_indices: Tensor | None,
+    attention_sink: Tensor | None,
+    past: int,
+    window: int,
+    compress_ratio: int | None,
+    scale: float | None,
+) -> Tensor:
+    """``attention()`` with a query of zeros for each row of ``local_kv`` before the queries'."""
+    before = local_kv.shape[2] - query.shape[2]
+    first = past - before  # token of row 0
+    if before:
+        query = pad(query, (0, 0, before, 0))
+        kv_indices = None if kv_indices is None else pad(kv_indices, (0, 0, before, 0), value=-1)
+
+    offsets = offsets_k = None
+    rows = [slice(None)]
+    if sparse_kv is not None and kv_indices is None and first:
+        # Two offsets each, by arange: a tensor made from a list would wait for the device.
+        end, made = query.shape[2], {"dtype": torch.int32, "device": query.device}
+        offsets = torch.arange(-first, end + 1, end + first, **made)
+        offsets_k = torch.arange(2, **made) * sparse_kv.shape[2]
+        rows = [slice(row, row + 1) for row in range(query.shape[0])]
+    outputs = [
+        attention(
+            query[row],
+            local_kv[row],
+            None if sparse_kv is None else sparse_kv[row],
+            None if kv_indices is None else kv_indices[row],
+            attention_sink,
+            sliding_window_size=window,
+            cu_seqlens=offsets,
+            cu_seqlens_k=offsets_k,
+            compress_ratio=compress_ratio,
+            scale=scale,
+        )
+        for row in rows
+    ]
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output[:, :, before:]
 
 
 def _check(arguments: Arguments, past: int) -> None:

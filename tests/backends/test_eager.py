@@ -12,6 +12,7 @@ import csa_backend_eager
 import pytest
 import torch
 from csa_backend_eager import plugin, tiles
+from csa_backend_eager.workspace import Workspace
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,6 +45,14 @@ def claimed(strength: int = 1, **axes: tuple[object, ...]) -> list[Case]:
 
 PAIRS = claimed(2)
 GATHER = claimed(kind=(Kind.GATHER,), content=("messy", "duplicates", "poisoned", "nan"))
+FEW = claimed(
+    2,
+    kind=(Kind.GATHER,),
+    tokens=(3,),
+    pool=(90,),
+    slots=(5,),
+    content=("messy", "duplicates", "nan"),
+)
 NAN = claimed(content=("nan",))
 DETERMINISTIC = claimed(deterministic=(True,))
 # G30a needs 4 GiB of address space; tests/field_cases runs it where that is granted.
@@ -69,6 +78,15 @@ def test_gathering_and_counting_agree_with_the_oracle(
     case: Case, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plugin, "counting_is_faster", lambda *sizes: counted)
+    result = check_case(case, RUN)
+    assert result.status == "pass", result.message
+
+
+@pytest.mark.parametrize("case", FEW, ids=names(FEW))
+def test_few_rows_are_gathered_where_they_lie(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "counting_is_faster", lambda *sizes: False)
+    call = to_call(build(case))
+    assert plugin.branches(call, Workspace(call.query.device))[-1].copy is None
     result = check_case(case, RUN)
     assert result.status == "pass", result.message
 

@@ -7,22 +7,22 @@ from typing import Any
 import pytest
 import torch
 
-from csa_dispatch import attention, record_receipts
+from csa_dispatch import Kind, attention, record_receipts, use_backend
 from csa_dispatch.functional import attention_with_past
 
 TOKENS, ENTRIES, RATIO = 30, 10, 3
 KINDS = ("window", "gather", "dense")
 
 
-def tensors(kind: str, dtype: torch.dtype = torch.float64):
+def tensors(kind: str, dtype: torch.dtype = torch.float64, head_dim: int = 8):
     """query, local_kv, sparse_kv, kv_indices, sink of a whole sequence, and compress_ratio."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    query, local_kv = draw(2, 4, TOKENS, 8), draw(2, 2, TOKENS, 8)
-    pool = None if kind == "window" else draw(2, 2, ENTRIES, 8)
+    query, local_kv = draw(2, 4, TOKENS, head_dim), draw(2, 2, TOKENS, head_dim)
+    pool = None if kind == "window" else draw(2, 2, ENTRIES, head_dim)
     table = torch.randint(-2, ENTRIES + 2, (2, TOKENS, 5), generator=generator)
     complete = (torch.arange(TOKENS)[:, None] + 1) // RATIO
     picks = torch.where(table < complete, table, ENTRIES + 5) if kind == "gather" else None
@@ -81,6 +81,89 @@ def test_one_token_costs_one_row(kind):
     (receipt,) = receipts
     assert receipt.spec.tokens == 1
     assert receipt.spec.slots == {"window": 6, "gather": 6 + 5, "dense": 6 + ENTRIES}[kind]
+
+
+def test_few_picks_are_all_that_is_copied_of_many_entries():
+    query, local_kv, pool, picks, sink, _ = tensors("gather")
+    pools = pool, torch.cat((pool, torch.full_like(pool, torch.nan)), dim=2)
+    found = []
+    for entries in pools:
+        with record_receipts() as receipts:
+            found.append(
+                attention_with_past(
+                    query[:, :, 29:],
+                    local_kv[:, :, 24:],
+                    entries,
+                    torch.where(picks < ENTRIES, picks, -1)[:, 29:],
+                    sink,
+                    past=29,
+                    sliding_window_size=6,
+                )
+            )
+        # The window, and the entries or the five picks.
+        assert receipts[0].spec.pool == 6 + (ENTRIES if entries is pool else 5)
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(10, 10), (11, 16)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_twice_the_rows_before_are_gathered_and_more_use_the_window(kind, tokens, rows):
+    query, local_kv, pool, picks, sink, ratio = tensors(kind)
+    past = TOKENS - tokens
+    with record_receipts() as receipts:
+        attention_with_past(
+            query[:, :, past:],
+            local_kv[:, :, past - 5 :],
+            pool,
+            None if picks is None else picks[:, past:],
+            sink,
+            past=past,
+            sliding_window_size=6,
+            compress_ratio=ratio,
+        )
+    gathered = tokens == rows
+    kinds = {"window": Kind.WINDOW, "gather": Kind.GATHER, "dense": Kind.DENSE}
+    # Offsets stand for one document each: a call for each of the two rows of the batch.
+    assert len(receipts) == (2 if kind == "dense" and not gathered else 1)
+    for receipt in receipts:
+        assert receipt.spec.tokens == rows
+        assert receipt.spec.window == (0 if gathered else 6)
+        assert receipt.spec.kind is (Kind.GATHER if gathered else kinds[kind])
+
+
+# A backend without the gather kind runs no few tokens.
+STEPS = {"attention_gym": (1, 3, 10, 14), "flex": (14, 20)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", STEPS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_backend_gives_the_rows_of_the_whole(kind, backend):
+    if backend == "flex" and kind == "gather":
+        return
+    query, local_kv, pool, picks, sink, ratio = tensors(kind, torch.float32, 16)
+    local_kv, pool = (None if rows is None else rows[:, :1] for rows in (local_kv, pool))
+    check_steps(query, local_kv, pool, picks, sink, ratio, backend, STEPS[backend])
+
+
+def check_steps(query, local_kv, pool, picks, sink, ratio, backend, sizes):
+    """Steps of these sizes, forced onto the backend, against the whole on eager."""
+    scalars = {"sliding_window_size": 6, "compress_ratio": ratio}
+    expected = attention(query, local_kv, pool, picks, sink, backend="eager", **scalars)
+    for tokens in sizes:
+        past = TOKENS - tokens
+        with use_backend(backend), record_receipts() as receipts:
+            found = attention_with_past(
+                query[:, :, past:],
+                local_kv[:, :, past - 5 :],
+                pool,
+                None if picks is None else picks[:, past:],
+                sink,
+                past=past,
+                **scalars,
+            )
+        assert {receipt.backend for receipt in receipts} == {backend}
+        torch.testing.assert_close(found, expected[:, :, past:], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("index", [2**32, 2**32 + 1, -(2**32), 2**31 - 1])
