@@ -2,9 +2,10 @@
 
 from .attention import CompressedSparseAttention
 from .cache import LayerCache
+from .checkpoint import layer_tensors, load_layer
 from .compressor import Compressor
 from .config import CSAConfig, Yarn
-from .deepseek_v4 import from_deepseek_v4, layer_tensors, load_layer
+from .deepseek_v4 import from_deepseek_v4
 from .indexer import Indexer
 from .record import IndexerRecord, LayerRecord
 

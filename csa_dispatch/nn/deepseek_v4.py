@@ -1,14 +1,10 @@
-"""DeepSeek-V4 models: their layers' configs, and a layer's tensors in their checkpoints."""
+"""DeepSeek-V4 models: their layers' configs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from .attention import CompressedSparseAttention
 from .config import CSAConfig, Yarn
 
 _SAME_NAMES = (
@@ -25,31 +21,6 @@ _SAME_NAMES = (
     "rms_norm_eps",
 )
 _SPARSE = "compressed_sparse_attention"
-
-_PUBLISHED = {
-    "q_a_proj.": "wq_a.",
-    "q_a_norm.": "q_norm.",
-    "q_b_proj.": "wq_b.",
-    "kv_proj.": "wkv.",
-    "kv_norm.": "kv_norm.",
-    "o_a_proj.": "wo_a.",
-    "o_b_proj.": "wo_b.",
-    "sinks": "attn_sink",
-    "compressor.kv_proj.": "compressor.wkv.",
-    "compressor.gate_proj.": "compressor.wgate.",
-    "compressor.position_bias": "compressor.ape",
-    "compressor.kv_norm.": "compressor.norm.",
-    "compressor.indexer.kv_proj.": "indexer.compressor.wkv.",
-    "compressor.indexer.gate_proj.": "indexer.compressor.wgate.",
-    "compressor.indexer.position_bias": "indexer.compressor.ape",
-    "compressor.indexer.kv_norm.": "indexer.compressor.norm.",
-    "compressor.indexer.q_b_proj.": "indexer.wq_b.",
-    "compressor.indexer.scorer.weights_proj.": "indexer.weights_proj.",
-}
-"""Our names, which are transformers' own, and those of the published checkpoints."""
-
-_SHARDED = {"q_b_proj.weight": 0, "sinks": 0, "o_a_proj.weight": 0, "o_b_proj.weight": 1}
-"""The dimension along which tensor-parallel ranks share a tensor."""
 
 
 def from_deepseek_v4(config: Any) -> list[CSAConfig]:
@@ -140,83 +111,3 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
             stretch.get("beta_slow") or 1.0,
         )
     return {"rope_theta": main, "compress_rope_theta": compress, "yarn": yarn}
-
-
-def load_layer(
-    layer: CompressedSparseAttention,
-    tensors: Mapping[str, Tensor],
-    number: int,
-    *,
-    tp_rank: int = 0,
-) -> None:
-    """Copy the attention tensors of one layer of a checkpoint into ``layer``.
-
-    Args:
-        layer: of the config that ``from_deepseek_v4`` gives for it.
-        tensors: by name, transformers' (``model.layers.3.self_attn.kv_proj.weight``) or the
-            published checkpoints' (``layers.3.attn.wkv.weight``), with or without the prefix
-            ``model.``; others are ignored.
-        number: of the layer in the model.
-        tp_rank: which share of the heads this layer holds, with ``tp_size`` above 1.
-
-    Raises:
-        KeyError: a tensor is missing.
-        ValueError: a tensor has another shape or is quantised, or there is no such tp_rank.
-    """
-    if not 0 <= tp_rank < layer.tp_size:
-        raise ValueError(
-            f"tp_rank is {tp_rank}; it must be 0 to {layer.tp_size - 1}, of the layer's tp_size "
-            f"{layer.tp_size}."
-        )
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            tensor = _find(tensors, name, number)
-            if not tensor.dtype.is_floating_point or tensor.element_size() < 2:
-                raise ValueError(
-                    f"{name} of layer {number} is {tensor.dtype}; it must be float16 or wider. "
-                    "Dequantise the checkpoint first."
-                )
-            if name in _SHARDED:
-                tensor = tensor.chunk(layer.tp_size, dim=_SHARDED[name])[tp_rank]
-            if tensor.shape != parameter.shape:
-                raise ValueError(
-                    f"{name} of layer {number} is of shape {list(tensor.shape)}; it must be of "
-                    f"{list(parameter.shape)}, as the layer's config says."
-                )
-            parameter.copy_(tensor)
-
-
-def layer_tensors(
-    layer: CompressedSparseAttention, number: int, *, published: bool = False
-) -> dict[str, Tensor]:
-    """The tensors of ``layer`` by the names of a checkpoint: the reverse of ``load_layer``.
-
-    Args:
-        layer: a whole one, of tp_size 1.
-        number: of the layer in the model.
-        published: the published checkpoints' names instead of transformers'.
-    """
-    if layer.tp_size != 1:
-        raise ValueError(f"layer is of tp_size {layer.tp_size}; it must be whole, of tp_size 1.")
-    form = _published if published else _own
-    return {form(name, number): tensor for name, tensor in layer.state_dict().items()}
-
-
-def _find(tensors: Mapping[str, Tensor], name: str, number: int) -> Tensor:
-    published = _published(name, number)
-    # transformers saves the published names below its own prefix, and the KV norm as "norm".
-    saved = published.replace(".attn.kv_norm.", ".attn.norm.")
-    for candidate in (_own(name, number), f"model.{published}", f"model.{saved}"):
-        for form in (candidate, candidate.removeprefix("model.")):
-            if form in tensors:
-                return tensors[form]
-    raise KeyError(f"the checkpoint has neither {_own(name, number)} nor {published}")
-
-
-def _own(name: str, number: int) -> str:
-    return f"model.layers.{number}.self_attn.{name}"
-
-
-def _published(name: str, number: int) -> str:
-    ours = max((key for key in _PUBLISHED if name.startswith(key)), key=len)
-    return f"layers.{number}.attn.{_PUBLISHED[ours]}{name.removeprefix(ours)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -188,18 +189,68 @@ def test_what_transformers_saved_is_read(model, tmp_path: Path):
             assert torch.equal(again.state_dict()[name], value), name
 
 
-def test_missing_misshapen_and_quantised_tensors_are_named(model):
+def test_a_checkpoint_that_does_not_fit_loads_nothing(model):
+    _, layer = list(layers_of(model))[1]
+    tensors = layer_tensors(layer, 1)
+    own = "model.layers.1.self_attn."
+    faulty = {
+        **tensors,
+        f"{own}kv_proj.weight": tensors[f"{own}kv_proj.weight"][:-1],
+        f"{own}o_b_proj.weight": tensors[f"{own}o_b_proj.weight"].to(torch.float8_e4m3fn),
+        f"{own}q_a_norm.weight": tensors[f"{own}q_a_norm.weight"].to("meta"),
+        f"{own}q_a_proj.weight": tensors[f"{own}q_a_proj.weight"].numpy(),
+        "layers.1.attn.wq_b.scale": torch.ones(1),
+        "layers.11.attn.wq_b.scale": torch.ones(1),
+        "layers.1.ffn.w1.weight": torch.ones(1),
+    }
+    del faulty[f"{own}sinks"]
+    again = CompressedSparseAttention(layer.config)
+    before = {name: value.clone() for name, value in again.state_dict().items()}
+    with pytest.raises(ValueError, match="none was loaded") as raised:
+        load_layer(again, faulty, 1)
+    first, *lines, remedy = str(raised.value).split("\n")
+    assert first.startswith("tensors do not fit the layer as its number 1")
+    assert [line.strip() for line in lines] == [
+        f"missing: {own}sinks (layers.1.attn.attn_sink)",
+        f"{own}q_a_proj.weight is a ndarray; it must be a torch.Tensor",
+        f"{own}q_a_norm.weight is on the meta device; it must have values",
+        f"{own}kv_proj.weight is of shape [31, 64]; it must be of [32, 64]",
+        f"{own}o_b_proj.weight is torch.float8_e4m3fn; it must be float16 or wider",
+        "unexpected: layers.1.attn.wq_b.scale",
+    ]
+    for advice in ("every file", "Dequantise", "from_deepseek_v4", "Read it first"):
+        assert remedy.count(advice) == 1
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_layers_of_another_kind_are_named(model):
+    (_, window), (_, csa), *_ = layers_of(model)
+    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.1\..*compressor\.indexer"):
+        load_layer(CompressedSparseAttention(window.config), layer_tensors(csa, 1), 1)
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.0\..*compressor\.kv_proj"):
+        load_layer(CompressedSparseAttention(csa.config), layer_tensors(window, 0), 0)
+    with pytest.raises(ValueError, match="sinks of the layer is on the meta device"):
+        load_layer(
+            CompressedSparseAttention(csa.config, device=torch.device("meta")),
+            layer_tensors(csa, 1),
+            1,
+        )
+    for published in (False, True):  # a dense layer has no use for the indexer
+        dense = CompressedSparseAttention(dataclasses.replace(csa.config, dense=True))
+        load_layer(dense, layer_tensors(csa, 1, published=published), 1)
+        assert torch.equal(dense.kv_proj.weight, csa.kv_proj.weight)
+
+
+def test_shards_are_cut_from_tensors_of_the_whole_shape(model):
     _, layer = next(layers_of(model))
     tensors = layer_tensors(layer, 0)
-    with pytest.raises(KeyError, match=r"neither model\.layers\.1\.self_attn"):
-        load_layer(layer, tensors, 1)
-    name = "model.layers.0.self_attn.kv_proj.weight"
-    with pytest.raises(ValueError, match=r"kv_proj\.weight of layer 0 is of shape"):
-        load_layer(layer, {**tensors, name: tensors[name][:-1]}, 0)
-    with pytest.raises(ValueError, match="Dequantise"):
-        load_layer(layer, {**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, 0)
-    for rank in (-1, 1):
+    shard = CompressedSparseAttention(layer.config, tp_size=2)
+    for rank in (-1, 2):
         with pytest.raises(ValueError, match=f"tp_rank is {rank}"):
-            load_layer(layer, tensors, 0, tp_rank=rank)
+            load_layer(shard, tensors, 0, tp_rank=rank)
+    name = "model.layers.0.self_attn.o_b_proj.weight"
+    with pytest.raises(ValueError, match=r"o_b_proj\.weight is of shape \[8\]"):
+        load_layer(shard, {**tensors, name: torch.ones(8)}, 0, tp_rank=1)
     with pytest.raises(ValueError, match="layer is of tp_size 2"):
-        layer_tensors(CompressedSparseAttention(layer.config, tp_size=2), 0)
+        layer_tensors(shard, 0)
