@@ -83,8 +83,17 @@ def check_scale(scale: float | None) -> None:
         fail("scale", scale, "positive and finite in float32", "None means 1/sqrt(H * D).")
 
 
-def check_picks(kv_indices: Tensor, index_query: Tensor) -> None:
-    """Raise unless ``kv_indices`` holds picks of the query's tokens."""
+def check_scored(
+    kv_indices: Tensor | None, compress_ratio: int | None, index_query: Tensor
+) -> None:
+    """Raise unless just one says what is scored: picks of the query's tokens, or a ratio."""
+    if kv_indices is None and compress_ratio is not None:
+        check_ratio(compress_ratio)
+        return
+    if kv_indices is None or compress_ratio is not None:
+        given = "None without compress_ratio" if kv_indices is None else "given with it"
+        required = "the one of kv_indices and compress_ratio that is given"
+        fail("kv_indices", given, required, "compress_ratio takes every complete entry.")
     check_dense("kv_indices", kv_indices, index_query, "index_query")
     if kv_indices.dtype not in (torch.int32, torch.int64):
         fail("kv_indices", kv_indices.dtype, "int32 or int64", "Cast it.", TypeError)

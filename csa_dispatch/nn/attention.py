@@ -107,6 +107,7 @@ class CompressedSparseAttention(nn.Module):
         cu_seqlens: Tensor | None = ...,
         layout: str = ...,
         cache: LayerCache | None = ...,
+        dense: bool = ...,
         return_record: Literal[False] = ...,
     ) -> Tensor: ...
 
@@ -118,6 +119,7 @@ class CompressedSparseAttention(nn.Module):
         cu_seqlens: Tensor | None = ...,
         layout: str = ...,
         cache: LayerCache | None = ...,
+        dense: bool = ...,
         return_record: Literal[True],
     ) -> tuple[Tensor, LayerRecord]: ...
 
@@ -128,6 +130,7 @@ class CompressedSparseAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         layout: str = "BSHD",
         cache: LayerCache | None = None,
+        dense: bool = False,
         return_record: bool = False,
     ) -> Tensor | tuple[Tensor, LayerRecord]:
         """Attention over whole sequences, or over the next tokens after a cache.
@@ -138,6 +141,9 @@ class CompressedSparseAttention(nn.Module):
             layout: "BSHD" or "SBHD".
             cache: ``LayerCache`` of the tokens before these, brought up to date. It keeps no
                 graph.
+            dense: attend to every complete entry where an indexer would pick, as while it warms
+                up: the record's ``indexer_loss`` then compares over them all. No entry is
+                picked; layers without an indexer are as ever.
             return_record: also return what the call did: its ``LayerRecord``, whose
                 ``indexer_loss`` trains the indexer.
 
@@ -173,9 +179,9 @@ class CompressedSparseAttention(nn.Module):
         local_kv = rows.split(self.kv_norm(self.kv_proj(hidden)))
         local_kv = rotate(local_kv, positions, frequencies)[:, None]
         if cache is not None:
-            record, attended = None, self._after(cache, query, local_kv, tokens)
+            record, attended = None, self._after(cache, query, local_kv, tokens, dense)
         else:
-            record = self._whole(query, local_kv, tokens, cu_seqlens, return_record)
+            record = self._whole(query, local_kv, tokens, cu_seqlens, return_record, dense)
             attended = record.output
         # Values carry their rotation; turning back by the query's position makes it relative.
         output = rotate(attended.transpose(1, 2), positions, frequencies, back=True)
@@ -190,6 +196,7 @@ class CompressedSparseAttention(nn.Module):
         tokens: Tokens,
         cu_seqlens: Tensor | None,
         learn: bool,
+        dense: bool,
     ) -> LayerRecord:
         """``attention()`` over whole sequences; ``learn`` keeps the indexer's graph."""
         config = self.config
@@ -197,15 +204,17 @@ class CompressedSparseAttention(nn.Module):
         if self.compressor is not None:
             entries, cu_seqlens_k = self.compressor(tokens, cu_seqlens)
             entries = entries[:, None]
-        if self.indexer is not None:
+        # Without picks nothing of the indexer reaches the output.
+        if self.indexer is not None and (learn or not dense):
             with torch.set_grad_enabled(learn and torch.is_grad_enabled()):
                 queries = self.indexer.queries(tokens.detached())
                 keys, _ = self.indexer(tokens.detached(), cu_seqlens)
-            picks = self.indexer.pick(
-                queries, keys, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k
-            )
+            if not dense:
+                picks = self.indexer.pick(
+                    queries, keys, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k
+                )
             indexed = IndexerRecord(queries, keys, config.compress_ratio, self.indexer.scale)
-        dense = entries is not None and picks is None
+        every = entries is not None and picks is None
         call = Call(
             query=query,
             local_kv=local_kv,
@@ -216,13 +225,20 @@ class CompressedSparseAttention(nn.Module):
             cu_seqlens_k=cu_seqlens_k,
             doc_ids=None,
             sliding_window_size=config.sliding_window,
-            compress_ratio=config.compress_ratio if dense else None,
+            compress_ratio=config.compress_ratio if every else None,
             scale=config.head_dim**-0.5,
         )
         output, lse = attention(**call._asdict(), return_lse=True)
         return LayerRecord(call, output, lse, indexed)
 
-    def _after(self, cache: LayerCache, query: Tensor, local_kv: Tensor, tokens: Tokens) -> Tensor:
+    def _after(
+        self,
+        cache: LayerCache,
+        query: Tensor,
+        local_kv: Tensor,
+        tokens: Tokens,
+        dense: bool,
+    ) -> Tensor:
         """Attention of the next tokens, ``[B, H, T, D]``; the cache is brought up to date."""
         cache.check(self.config, local_kv)
         picks = None
@@ -233,8 +249,9 @@ class CompressedSparseAttention(nn.Module):
         if self.indexer is not None:
             keys, cache.index_state = self.indexer.step(tokens, cache.index_state, past)
             cache.index_keys.append(keys)
-            queries = self.indexer.queries(tokens)
-            picks = self.indexer.pick(queries, cache.index_keys.rows, past=past)
+            if not dense:
+                queries = self.indexer.queries(tokens)
+                picks = self.indexer.pick(queries, cache.index_keys.rows, past=past)
         return cache.attend(query, local_kv, picks, self.sinks)
 
 

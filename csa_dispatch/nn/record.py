@@ -10,7 +10,6 @@ from torch import Tensor
 from ..api import attention
 from ..call import Call
 from ..functional import indexer_kl_loss, indexer_scores
-from ..functional.past import complete_entries
 from .indexer import IndexQueries
 
 
@@ -46,45 +45,38 @@ class LayerRecord(NamedTuple):
     indexer: IndexerRecord | None
 
     def indexer_loss(self, *, every_entry: bool = False, reduction: str = "mean") -> Tensor:
-        """``indexer_kl_loss``, differentiable in the indexer alone.
+        """``indexer_kl_loss`` over the entries attention saw, differentiable in the indexer alone.
+
+        Those are the picks, or after ``forward(..., dense=True)`` every complete entry.
 
         Args:
-            every_entry: over every complete entry, as while an indexer warms up, instead of the
-                picked ones; for sequences that are not packed. Forms ``[B, T, S]`` scores, and
-                works the window's logits out once more: heads weigh by attention over all entries.
+            every_entry: over every complete entry also where attention saw the picks alone.
+                Works the window's logits out once more: heads weigh by attention over all
+                entries.
             reduction: "mean", "sum" or "none".
 
+        Over every entry, the scores are ``[B, T, S]``.
+
         Raises:
-            ValueError: the layer has no indexer, or ``every_entry`` with packed documents.
+            ValueError: the layer has no indexer.
         """
         call, indexer = self.call, self.indexer
         if indexer is None or call.sparse_kv is None:
             raise ValueError("the layer has no indexer; it must have one to have its loss.")
         picks, lse, window_lse = call.kv_indices, self.lse, None
-        if every_entry:
-            if call.cu_seqlens is not None:
-                raise ValueError("every_entry is True for packed documents; it must be False.")
-            entries, ratio = indexer.keys.shape[1], indexer.compress_ratio
-            picks = complete_entries(call.query, entries, 0, ratio)
-            lse = None  # its denominator lacks the entries that were not picked
-            with torch.no_grad():
-                _, window_lse = attention(
-                    call.query,
-                    call.local_kv,
-                    attention_sink=call.attention_sink,
-                    sliding_window_size=call.sliding_window_size,
-                    scale=call.scale,
-                    return_lse=True,
-                )
-        assert picks is not None
+        if every_entry and picks is not None:
+            # The denominator of lse lacks the entries that were not picked.
+            picks, lse, window_lse = None, None, self._window_lse()
+        documents = {"cu_seqlens": call.cu_seqlens, "cu_seqlens_k": call.cu_seqlens_k}
+        ratio = indexer.compress_ratio if picks is None else None
         scores = indexer_scores(
             indexer.queries.query,
             indexer.keys,
             indexer.queries.weights,
             picks,
+            compress_ratio=ratio,
             scale=indexer.scale,
-            cu_seqlens=call.cu_seqlens,
-            cu_seqlens_k=call.cu_seqlens_k,
+            **documents,
         )
         return indexer_kl_loss(
             scores,
@@ -93,8 +85,23 @@ class LayerRecord(NamedTuple):
             picks,
             lse,
             window_lse=window_lse,
+            compress_ratio=ratio,
             scale=call.scale,
             reduction=reduction,
-            cu_seqlens=call.cu_seqlens,
-            cu_seqlens_k=call.cu_seqlens_k,
+            **documents,
         )
+
+    @torch.no_grad()
+    def _window_lse(self) -> Tensor:
+        """The lse of window and sink alone."""
+        call = self.call
+        _, lse = attention(
+            call.query,
+            call.local_kv,
+            attention_sink=call.attention_sink,
+            cu_seqlens=call.cu_seqlens,
+            sliding_window_size=call.sliding_window_size,
+            scale=call.scale,
+            return_lse=True,
+        )
+        return lse

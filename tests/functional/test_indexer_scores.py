@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from csa_dispatch.bench.memory import extra_memory
-from csa_dispatch.functional import indexer_scores, lightning_indexer
-from csa_dispatch.functional.indexer_scores import CHUNK_BYTES
+from csa_dispatch.functional import indexer_scores, lightning_indexer, score_chunks
+from csa_dispatch.functional.score_chunks import CHUNK_BYTES
 from csa_dispatch.testing.indexer import build_indexer, indexer_cases, visible_rows
 
 CASES = {case.name: case for case in indexer_cases() if case.content != "NaN"}
@@ -60,6 +60,46 @@ def test_scores_and_gradients_are_the_definitions(name: str):
     for leaf, actual, right in zip(leaves, got, want, strict=True):
         assert actual.dtype == leaf.dtype
         # One rounding of the result, and the fp32 sums behind it.
+        budget = torch.finfo(leaf.dtype).eps * right.abs() + 1e-5 * right.abs().max()
+        assert bool(((actual.double() - right).abs() <= budget).all())
+
+
+def every_row(call: Any) -> Tensor:
+    """Rows of the pool as every token's slots, ``[B, T, S]``, -1 where it does not see them."""
+    batch, _, tokens, _ = call.index_query.shape
+    rows = torch.full((tokens, call.index_keys.shape[1]), -1)
+    for token in range(tokens):
+        seen = visible_rows(call, token)
+        rows[token, seen.start : seen.stop] = torch.arange(seen.start, seen.stop)
+    return rows.expand(batch, -1, -1)
+
+
+@pytest.mark.parametrize("chunk", [1, 5000, CHUNK_BYTES])
+@pytest.mark.parametrize("name", [name for name in WITH_ENTRIES if not CASES[name].past])
+def test_every_complete_entry_scores_as_if_picked(
+    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(score_chunks, "CHUNK_BYTES", chunk)
+    call, rows = build_indexer(CASES[name]), every_row(build_indexer(CASES[name]))
+    unseen = ~(rows[0, :, :, None] == torch.arange(rows.shape[2])).any(0).any(0)
+    call.index_keys[:, unseen] = torch.nan
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in call[:3]]
+    found = indexer_scores(
+        *leaves,
+        compress_ratio=call.compress_ratio,
+        cu_seqlens=call.cu_seqlens,
+        cu_seqlens_k=call.cu_seqlens_k,
+    )
+    wide = [tensor.detach().double().requires_grad_() for tensor in call[:3]]
+    scale = (call.index_query.shape[1] * call.index_query.shape[3]) ** -0.5
+    expected, used = defined(*wide, rows, scale), rows >= 0
+    assert torch.equal(found == -torch.inf, ~used)
+    torch.testing.assert_close(found[used].double(), expected[used], rtol=1e-5, atol=1e-5)
+    upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    got = torch.autograd.grad(found, leaves, upstream.masked_fill(~used, torch.nan))
+    want = torch.autograd.grad(expected, wide, upstream.double().masked_fill(~used, 0))
+    for leaf, actual, right in zip(leaves, got, want, strict=True):
+        assert actual.dtype == leaf.dtype
         budget = torch.finfo(leaf.dtype).eps * right.abs() + 1e-5 * right.abs().max()
         assert bool(((actual.double() - right).abs() <= budget).all())
 
@@ -124,6 +164,9 @@ def test_it_compiles():
     assert torch.equal(found, indexer_scores(*call[:3], picks))
     found.masked_fill(picks < 0, 0).sum().backward()
     assert query.grad is not None
+    assert torch.equal(
+        scale(query, *call[1:3], compress_ratio=4), indexer_scores(*call[:3], compress_ratio=4)
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,6 +176,9 @@ def test_it_compiles():
         ({"weights": torch.zeros(1, 8, 2, dtype=torch.float64)}, "weights is torch.float64"),
         ({"kv_indices": torch.zeros(1, 7, 2, dtype=torch.int32)}, "kv_indices is of shape"),
         ({"kv_indices": torch.zeros(1, 8, 2)}, "kv_indices is torch.float32"),
+        ({"kv_indices": None}, "kv_indices is None without compress_ratio"),
+        ({"compress_ratio": 4}, "kv_indices is given with it"),
+        ({"kv_indices": None, "compress_ratio": 0}, "compress_ratio is 0"),
         ({"scale": 0.0}, "scale is 0.0"),
         ({"cu_seqlens": torch.tensor([0, 8], dtype=torch.int32)}, "cu_seqlens_k is None"),
     ],

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from csa_dispatch import attention, use_backend
+from csa_dispatch import IndexerSpec, attention, record_receipts, use_backend
 from csa_dispatch.functional import indexer_kl_loss, indexer_scores
 from csa_dispatch.functional.past import complete_entries
-from csa_dispatch.nn import load_layer
+from csa_dispatch.nn import CompressedSparseAttention, LayerCache, load_layer
 from tests.nn.reference import reference_layer
 from tests.nn.small_layers import KINDS, config_of
 
@@ -78,21 +80,38 @@ def test_a_forced_backend_runs_it(make_layer, hidden, kind):
     torch.testing.assert_close(found, layer(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("every_entry", [False, True])
 def test_the_indexers_teacher_is_attention_over_the_entries_it_compares(
-    make_layer, hidden, kind, every_entry
+    make_layer, hidden, kind, every_entry, dense
 ):
     layer, x = make_layer(kind), hidden(2, 41)
-    _, record = layer(x, return_record=True)
+    _, record = layer(x, dense=dense, return_record=True)
     if record.indexer is None:
         return
     call, queries = record.call, record.indexer.queries
-    picks = complete_entries(call.query, 10, 0, 4) if every_entry else call.kv_indices
-    call = call._replace(kv_indices=picks)
+    all_entries = every_entry or dense
+    picks = complete_entries(call.query, 10, 0, 4) if all_entries else call.kv_indices
+    call = call._replace(kv_indices=picks, compress_ratio=None)
     _, lse = attention(**call._asdict(), return_lse=True)
     scores = indexer_scores(queries.query, record.indexer.keys, queries.weights, picks)
     expected = indexer_kl_loss(scores, call.query, call.sparse_kv, picks, lse)
     torch.testing.assert_close(record.indexer_loss(every_entry=every_entry), expected)
+
+
+def test_dense_attention_sees_every_entry_and_picks_none(make_layer, hidden, kind):
+    layer, x = make_layer(kind), hidden(2, 37)
+    with record_receipts() as receipts:
+        output = layer(x, dense=True)
+    assert not any(isinstance(receipt.spec, IndexerSpec) for receipt in receipts)
+    config = dataclasses.replace(layer.config, dense=True)
+    without = CompressedSparseAttention(config)
+    without.load_state_dict(layer.state_dict(), strict=False)
+    assert torch.equal(output, without(x))
+    with torch.no_grad():
+        cache = LayerCache(layer.config, 2)
+        steps = [layer(part, cache=cache, dense=True) for part in x.split([20, 1, 3, 13], dim=1)]
+        torch.testing.assert_close(torch.cat(steps, 1), output, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("every_entry", [False, True])
@@ -105,7 +124,8 @@ def test_only_the_indexer_learns_from_its_loss(make_layer, hidden, kind, every_e
         with pytest.raises(ValueError, match="the layer has no indexer"):
             record.indexer_loss()
         return
-    record.indexer_loss(every_entry=every_entry).backward()
+    _, warming = layer(x, dense=True, return_record=True)
+    (record.indexer_loss(every_entry=every_entry) + warming.indexer_loss()).backward()
     assert x.grad is None
     for name, weight in layer.named_parameters():
         if "indexer" in name:
@@ -114,19 +134,23 @@ def test_only_the_indexer_learns_from_its_loss(make_layer, hidden, kind, every_e
             assert weight.grad is None, name
 
 
-def test_the_indexers_loss_of_packed_documents_is_theirs_alone(make_layer, hidden, kind):
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("every_entry", [False, True])
+def test_the_indexers_loss_of_packed_documents_is_theirs_alone(
+    make_layer, hidden, kind, every_entry, dense
+):
     if kind != "csa":
         return
     layer, x = make_layer(kind), hidden(1, 40)
-    cu_seqlens = torch.tensor([0, 3, 21, 40], dtype=torch.int32)
-    _, packed = layer(x, cu_seqlens=cu_seqlens, return_record=True)
-    losses = packed.indexer_loss(reduction="none")
+
+    def losses_of(x: torch.Tensor, **documents: torch.Tensor) -> torch.Tensor:
+        _, record = layer(x, dense=dense, return_record=True, **documents)
+        return record.indexer_loss(every_entry=every_entry, reduction="none")
+
+    losses = losses_of(x, cu_seqlens=torch.tensor([0, 3, 21, 40], dtype=torch.int32))
     for start, end in ((0, 3), (3, 21), (21, 40)):
-        _, alone = layer(x[:, start:end], return_record=True)
-        expected = alone.indexer_loss(reduction="none")
+        expected = losses_of(x[:, start:end])
         torch.testing.assert_close(losses[:, start:end], expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="every_entry is True for packed"):
-        packed.indexer_loss(every_entry=True)
 
 
 def test_bf16_is_near_fp32(make_layer, hidden, kind):
