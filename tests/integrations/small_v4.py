@@ -26,7 +26,8 @@ def small_v4(layer_types: list[str] = KINDS, seed: int = 0, **changes: Any) -> A
         "n_routed_experts": 4,
         "o_groups": 2,
         "o_lora_rank": 16,
-        "index_n_heads": 4,
+        # Enough that no entry has every product negative: of equal scores transformers picks any.
+        "index_n_heads": 12,
         "index_head_dim": 16,
         "index_topk": 3,
         "sliding_window": 8,
