@@ -4,7 +4,9 @@
 
 Parity: outputs and gradients of every rank put together against one GPU's. Times: forward and
 backward at V4-Flash's sizes and ``--tokens`` tokens a GPU, medians of CUDA events in
-milliseconds, the slowest rank's; "alone" is one GPU without any communication.
+milliseconds, of each rank; "alone" is one GPU without any communication, "cp silent" what a rank
+of CP computes, its messages left out: the difference to "cp" is the communication that shows, and
+the ranks' difference among themselves the balance of their work.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from csa_dispatch import attention
-from csa_dispatch.distributed import context_parallel_attention, gather_shards, left_halo
+from csa_dispatch.distributed import (
+    context_parallel,
+    context_parallel_attention,
+    gather_shards,
+    left_halo,
+)
+from csa_dispatch.distributed.exchange import Shards
 
 HEADS, HEAD_DIM, WINDOW, SLOTS = 64, 512, 128, 512
 RATIO = {"gather": 4, "dense": 128}
@@ -148,7 +157,7 @@ def parity(kind: str) -> dict[str, float]:
 
 
 def median_time(step: Callable[[], object]) -> float:
-    """Median milliseconds of a step over ``REPEATS`` runs begun together, the slowest rank's."""
+    """Median milliseconds of a step over ``REPEATS`` runs begun together."""
     times = []
     for turn in range(REPEATS + 2):
         dist.barrier()
@@ -208,6 +217,29 @@ def exchange_of(made: dict[str, Any]) -> Callable[[], None]:
     return step
 
 
+class Silent(Shards):
+    """Shards whose ranks make up what they would be sent."""
+
+    def send(self, rows: Tensor, step: int) -> Tensor:
+        alone = not 0 <= self.rank - step < self.count
+        return rows[:0] if alone else torch.ones_like(rows)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return torch.cat([rows] * self.count)
+
+    def scatter_sum(self, rows: Tensor) -> Tensor:
+        return rows.chunk(self.count)[self.rank]
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    context_parallel.Shards = Silent
+    try:
+        yield
+    finally:
+        context_parallel.Shards = Shards
+
+
 def reduce_of(made: dict[str, Any]) -> Callable[[], None]:
     """What tensor parallelism sends: the sums of the shared KV's gradients."""
     sums = [torch.ones_like(made[name]) for name in ("local_kv", "sparse_kv") if name in made]
@@ -226,6 +258,8 @@ def scaling(kind: str, tokens: int) -> dict[str, list[float]]:
     whole = draw(kind, tokens * dist.get_world_size(), **small)
     mine = shard_tokens(whole)
     found["cp"] = on_all_ranks(median_time(step_of(mine, context_parallel_attention)))
+    with silence():
+        found["cp silent"] = on_all_ranks(median_time(step_of(mine, context_parallel_attention)))
     found["cp exchange"] = on_all_ranks(median_time(exchange_of(mine)))
     mine = shard_heads(whole)
     found["tp"] = on_all_ranks(median_time(step_of(mine, attention, reduce=True)))
