@@ -24,6 +24,7 @@ from .recompute import enable_autograd
 from .registry import backends, register_backend, unregister_backend
 from .routing import Decision, FallbackWarning
 from .settings import reload_settings
+from .slot_table import SlotLayout, dense_slots_bounded, slot_layout, slot_rows
 
 __version__ = "0.1.0"
 
@@ -57,9 +58,11 @@ __all__ = [
     "Policy",
     "Reason",
     "Receipt",
+    "SlotLayout",
     "TokenBounds",
     "attention",
     "backends",
+    "dense_slots_bounded",
     "describe_call",
     "enable_autograd",
     "entry_table",
@@ -71,6 +74,8 @@ __all__ = [
     "report",
     "reset_report",
     "resolve",
+    "slot_layout",
+    "slot_rows",
     "token_bounds",
     "unregister_backend",
     "use_backend",

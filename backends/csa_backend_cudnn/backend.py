@@ -16,14 +16,27 @@ from csa_dispatch import (
     Gradients,
     OneOf,
     Reason,
+    dense_slots_bounded,
+    slot_layout,
 )
 
 from .entry_points import availability
 from .indexer import CudnnIndexer
-from .slots import addresses_fit, dense_slots_bounded, padded, spec_slots
 
 BLACKWELL = (100, 103)
 BLACKWELL_HEADS = (16, 32, 64, 128)
+
+ELEMENTS_LIMIT = 2**31 - 1
+"""Query elements that 32 bits address."""
+
+
+def addresses_fit(spec: CallSpec) -> Reason | None:
+    """Elements of the query (B, T, H, D): at most 2**31 - 1."""
+    elements = spec.batch * spec.tokens * spec.heads * spec.head_dim
+    if elements <= ELEMENTS_LIMIT:
+        return None
+    actual = f"{elements} elements of the query"
+    return Reason("addresses_fit", actual, f"at most {ELEMENTS_LIMIT}", "use triton")
 
 
 def blackwell_heads(spec: CallSpec) -> Reason | None:
@@ -109,9 +122,8 @@ class CudnnBackend(Backend):
         return backward(call, output, lse, grad_output, needs)
 
     def notes(self, spec: CallSpec) -> tuple[str, ...]:
-        width = padded(spec_slots(spec))
         found = [
-            f"writes a table of {width} int32 slots a token",
+            f"writes a table of {slot_layout(spec).width} int32 slots a token",
             "copies query, output and upstream gradient unless they lie as [B, T, H, D]",
         ]
         if spec.pool and spec.window:

@@ -16,10 +16,11 @@ from csa_dispatch import (
     Capabilities,
     Gradients,
     OneOf,
+    dense_slots_bounded,
+    slot_layout,
 )
 
 from .entry_points import availability
-from .slots import dense_slots_bounded, padded, spec_slots
 
 FORWARD = Capabilities(
     dtype=OneOf(("bfloat16", "float16"), others=("float32", "float64")),
@@ -88,7 +89,7 @@ class FA4Backend(Backend):
         return backward(call, output, lse, grad_output, needs, options)
 
     def notes(self, spec: CallSpec) -> tuple[str, ...]:
-        width = padded(spec_slots(spec))
+        width = slot_layout(spec).width
         found = [f"writes a table of {width} int32 slots a token, forward and backward"]
         if spec.pool and spec.window:
             found.append(f"copies the KV into one table of {spec.tokens + spec.pool} rows")

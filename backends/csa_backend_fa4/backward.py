@@ -14,7 +14,6 @@ from csa_dispatch import Call, Gradients
 from .entry_points import entry_points
 from .forward import device_of
 from .operands import Operands, build_operands, dense, kernel_input
-from .slots import BLOCK
 
 Needs = tuple[bool, bool, bool, bool]
 
@@ -26,6 +25,9 @@ DEFAULT_SCRATCH = 2 * 2**30
 
 SMALLEST_CHUNK = 1024
 """Tokens a chunk has at least: several waves of a GPU with 148 multiprocessors."""
+
+TOKEN_BLOCK = 128
+"""Chunks are whole blocks of this many tokens."""
 
 
 class Options(NamedTuple):
@@ -185,8 +187,8 @@ def token_chunk(tokens: int, row_bytes: int, scratch: int) -> int | None:
     most = max(SMALLEST_CHUNK, scratch // row_bytes)
     if tokens <= most:
         return None
-    chunks = -(-tokens // (most // BLOCK * BLOCK))
-    return -(-tokens // (chunks * BLOCK)) * BLOCK
+    chunks = -(-tokens // (most // TOKEN_BLOCK * TOKEN_BLOCK))
+    return -(-tokens // (chunks * TOKEN_BLOCK)) * TOKEN_BLOCK
 
 
 def _gradients(

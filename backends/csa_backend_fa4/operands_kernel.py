@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from csa_dispatch import Call, Kind, TokenBounds
+from csa_dispatch import Call, Kind, SlotLayout, TokenBounds
 
-from .operands import Layout, Operands, shared_table
+from .operands import Operands, shared_table
 
 TOKENS, ROWS = 16, 8
 """Tokens and rows one program handles: 8 KiB written by either kind."""
@@ -226,7 +226,7 @@ def operands_kernel(
         )
 
 
-def write_operands(call: Call, layout: Layout, bounds: TokenBounds | None) -> Operands:
+def write_operands(call: Call, layout: SlotLayout, bounds: TokenBounds | None) -> Operands:
     """Table and slots of a call, written by one kernel on the query's device."""
     query, local_kv, sparse_kv = call.query, call.local_kv.detach(), call.sparse_kv
     batch, _, tokens, head_dim = query.shape

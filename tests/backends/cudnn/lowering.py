@@ -21,13 +21,13 @@ import sys
 from typing import Any
 
 import torch
-from csa_backend_cudnn.slots import padded
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from csa_dispatch import SlotLayout
 from tests.backends.fa4.lowering import choose_target, lend_device_guard
 
 TOKENS, ROWS, HEAD_DIM = 1024, 1280, 512
-FLASH, PRO = padded(128 + 512), padded(128 + 1024)
+FLASH, PRO = (SlotLayout(TOKENS, ROWS - TOKENS, 128, slots).width for slots in (512, 1024))
 """Slots of V4-Flash and V4-Pro, as the adapter pads them."""
 
 KERNELS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from csa_backend_fa4 import FA4Backend, backend
-from csa_backend_fa4.backward import BLOCK, SMALLEST_CHUNK, token_chunk
+from csa_backend_fa4.backward import SMALLEST_CHUNK, TOKEN_BLOCK, token_chunk
 from csa_backend_fa4.operands import build_operands
 from torch import Tensor
 
@@ -184,7 +184,7 @@ def test_chunks_are_whole_blocks_that_fit_and_are_evenly_cut():
     assert token_chunk(4096, 1, 4096) is None
     chunk = token_chunk(10_000, 2**20, 3000 * 2**20)
     assert chunk == 2560
-    assert chunk % BLOCK == 0
+    assert chunk % TOKEN_BLOCK == 0
     assert chunk * 4 >= 10_000
     # However little there is, a chunk still fills the GPU.
     assert token_chunk(10_000, 2**20, 1) == SMALLEST_CHUNK

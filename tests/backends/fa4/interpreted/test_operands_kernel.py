@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from csa_backend_fa4 import backend
-from csa_backend_fa4.operands import layout_of, torch_operands
+from csa_backend_fa4.operands import torch_operands
 from csa_backend_fa4.operands_kernel import write_operands
 
+from csa_dispatch import slot_layout
 from csa_dispatch.call import Kind, token_bounds
 from csa_dispatch.testing import Case, build, cases_for, to_call
 
@@ -38,7 +39,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernel_and_twin_agree(case: Case, device: str):
     call = to_call(build(case, device))
-    layout, bounds = layout_of(call), token_bounds(call)
+    layout, bounds = slot_layout(call), token_bounds(call)
     ours, twin = write_operands(call, layout, bounds), torch_operands(call, layout, bounds)
     assert torch.equal(ours.indices, twin.indices)
     assert torch.equal(ours.table.view(torch.int16), twin.table.view(torch.int16))
@@ -48,5 +49,5 @@ def test_indices_beyond_32_bits_are_unused_not_wrapped(device: str):
     inputs = build(Case(head_dim=512, dtype="bfloat16", tokens=2, index_dtype="int64"), device)
     assert inputs.kv_indices is not None
     call = to_call(inputs._replace(kv_indices=torch.full_like(inputs.kv_indices, 2**32 + 1)))
-    layout = layout_of(call)
+    layout = slot_layout(call)
     assert write_operands(call, layout, None).indices[..., layout.window :].eq(-1).all()
