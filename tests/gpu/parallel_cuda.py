@@ -273,13 +273,14 @@ def balance(kind: str, tokens: int, ranks: int, rank: int) -> float:
     share = tokens // ranks
     made = draw(kind, share, **small)
     place, first = device(), rank * share
-    if kind == "gather" and rank:
+    if kind == "gather":
         pool = torch.randn_like(made["sparse_kv"][:, :, :1]).expand(
             -1, -1, tokens // RATIO[kind], -1
         )
         made["sparse_kv"] = pool.contiguous()
-        visible = first // RATIO[kind]
-        made["kv_indices"] = torch.randint_like(made["kv_indices"], visible)
+        if rank:
+            visible = first // RATIO[kind]
+            made["kv_indices"] = torch.randint_like(made["kv_indices"], visible)
     elif kind == "dense":
         pool = made["sparse_kv"][:, :, :1].expand(-1, -1, tokens // RATIO[kind], -1)
         made["sparse_kv"] = pool.contiguous()
