@@ -1,0 +1,168 @@
+"""Check the Hopper kernels against the float64 oracle in ``emulator``.
+
+Run as a program, with TRITON_INTERPRET=1 for the plain kernels, since it stands in for Gluon. It
+prints a line for each case that fails, and how many passed.
+
+    python emulate_kernels.py [NUMBER ...]
+
+NUMBER selects cases of ``CASES``.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.backends.hopper import emulator
+
+emulator.install()
+
+from csa_backend_triton import (  # noqa: E402
+    hopper,
+    hopper_backward_scatter,
+    hopper_backward_store,
+    hopper_forward,
+    hopper_gradient,
+    hopper_narrow_backward,
+    hopper_narrow_forward,
+    hopper_operands,
+    hopper_ordered,
+    launching,
+)
+
+from csa_dispatch.backend import Backend  # noqa: E402
+from csa_dispatch.call import Call, Gradients, Kind, token_bounds  # noqa: E402
+from csa_dispatch.call_spec import deterministic_mode  # noqa: E402
+from csa_dispatch.testing import Case, backend_run, check_case  # noqa: E402
+
+PROGRAMS = 3
+"""Instead of a GPU's: so that a program has many items."""
+
+WIDTH = 512
+COLUMNS = torch.arange(64).reshape(4, 2, 4, 2).permute(0, 2, 1, 3).reshape(-1)
+"""Of 64 columns, the one kept at each place: at 16 g + 4 q + 2 h + e, 16 g + 8 h + 2 q + e."""
+
+
+# What follows stands for inline assembly.
+
+
+def rescaled(acc: Tensor, alpha: Tensor) -> Tensor:
+    return acc * alpha[:, None]
+
+
+def add_rows(tile: Tensor, base: Any, even: Tensor, odd_rows: Tensor, odd: Tensor) -> None:
+    """Rows of even keys go where ``even`` says, of odd ones where ``odd_rows`` does."""
+    offset = torch.where(odd == 1, odd_rows, even)[:, 0]
+    used = offset >= 0
+    place = (offset - 16 * odd[:, 0])[:, None] + torch.arange(64)
+    place = place + (base.offset // base.unit)[:, :1]
+    base.storage.index_put_((place[used],), tile[:, COLUMNS][used], accumulate=True)
+
+
+def store_rows(tile: Tensor, base: Any, offset: Tensor) -> None:
+    place = offset[:, :1] + torch.arange(64) + (base.offset // base.unit)[:, :1]
+    base.storage[place] = tile[:, COLUMNS].to(base.storage.dtype)
+
+
+def row_offsets(own: Tensor, odd: Tensor) -> tuple[Tensor, Tensor]:
+    other = own.reshape(-1, 2).flip(1).reshape(-1)
+    return torch.where(odd, other, own), torch.where(odd, own, other)
+
+
+def launch(kernel: Any, *arguments: Any, **keywords: Any) -> None:
+    """Gluon kernels are plain functions here, others are Triton's."""
+    is_gluon = isinstance(kernel, type(launch))
+    (emulator.launch if is_gluon else launching.launch)(kernel, *arguments, **keywords)
+
+
+def stand_in() -> None:
+    """Have the launchers start kernels here."""
+    for module in (hopper_forward, hopper_narrow_forward):
+        module.rescaled = rescaled  # type: ignore[attr-defined]
+    for module in (hopper_backward_scatter, hopper_narrow_backward):
+        module.add_rows = add_rows  # type: ignore[attr-defined]
+    hopper_narrow_backward._row_offsets = row_offsets  # type: ignore[attr-defined]
+    hopper_backward_store._store_rows = store_rows  # type: ignore[attr-defined]
+    for module in (hopper, hopper_gradient, hopper_operands, hopper_ordered):
+        module.launch = launch  # type: ignore[attr-defined]
+    for module in (hopper_operands, hopper_ordered):
+        module.multiprocessors = lambda _: PROGRAMS  # type: ignore[attr-defined]
+
+
+class Hopper(Backend):
+    """The Hopper kernels alone."""
+
+    name = "hopper"
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        return hopper.forward(call, token_bounds(call))
+
+    def backward(
+        self,
+        call: Call,
+        output: Tensor,
+        lse: Tensor,
+        grad_output: Tensor,
+        needs: tuple[bool, bool, bool, bool],
+    ) -> Gradients:
+        bounds, ordered = token_bounds(call), deterministic_mode()
+        return hopper.backward(call, bounds, output, lse, grad_output, needs, ordered)
+
+
+BASE = {
+    "dtype": "bfloat16",
+    "heads": 5,
+    "tokens": 12,
+    "head_dim": 512,
+    "pool": 90,
+    "slots": 140,
+    "window": 9,
+}
+DENSE = {"kind": Kind.DENSE, "compress_ratio": 1, "slots": 0}
+CASES = [
+    {},
+    {"content": "random", "tokens": 70, "window": 70, "slots": 3},
+    {"content": "nan"},
+    {"content": "poisoned", "window": 0},
+    {"content": "duplicates", "pool": 3},
+    {"content": "scattered", "slots": 300},
+    {"heads": 70, "window": 1, "slots": 1},
+    {"documents": "cu_seqlens", "tokens": 40, "slots": 20, "sink": "none"},
+    {"documents": "doc_ids", "batch": 2, "index_dtype": "int64"},
+    {"memory": "strided"},
+    {"dtype": "float16", "needs_grad": (False,) * 4},
+    {"kind": Kind.WINDOW, "window": 70, "tokens": 80},
+    {"kind": Kind.WINDOW, "window": 0, "sink": "none"},
+    {"needs_grad": (True, False, True, False)},
+    {"needs_grad": (False, True, False, True)},
+    {**DENSE, "tokens": 90, "content": "nan"},
+    {**DENSE, "documents": "cu_seqlens", "tokens": 40},
+    {"head_dim": 128},
+    {"head_dim": 128, "content": "nan", "heads": 70, "tokens": 30},
+    {"head_dim": 128, "documents": "cu_seqlens", "tokens": 40, "slots": 20},
+    {"head_dim": 128, "needs_grad": (True, False, True, False), "memory": "strided"},
+    {"head_dim": 128, "sink": "none", "content": "scattered", "slots": 300},
+    {"head_dim": 128, "window": 0, "content": "poisoned", "slots": 1},
+    {"deterministic": True, "content": "nan"},
+    {"deterministic": True, "documents": "doc_ids", "batch": 2, "heads": 70},
+]
+
+
+def main(numbers: list[str]) -> None:
+    torch.set_num_threads(1)
+    stand_in()
+    run, passed = backend_run(Hopper()), 0
+    for number in map(int, numbers or range(len(CASES))):
+        case = Case(**{**BASE, **CASES[number]})  # type: ignore[arg-type]
+        result = check_case(case, run, device="cpu")
+        passed += result.status == "pass"
+        if result.status != "pass":
+            print(number, result.status, f"{result.share:.2f}", result.name, result.message)
+    print("passed", passed)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
