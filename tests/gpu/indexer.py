@@ -1,9 +1,11 @@
 """Check the lightning indexer's backends on a GPU, and time them at DeepSeek-V4's sizes.
 
-    python tests/gpu/indexer.py [--json FILE] [--skip cases,samples,times,tiles,select]
+    python tests/gpu/indexer.py [--json FILE] [--only PARTS] [--backends NAMES]
 
-Times are medians of CUDA events in milliseconds, the L2 cache flushed between runs. Every call
-is bf16 with H=64, D=128, ratio 4 and topk 512; weights are bf16, which Attention Gym needs.
+PARTS are of ties, steps, conformance, times, samples, cases, tiles, select, top_k; NAMES of the
+backends below that are here. Times are medians of CUDA events in milliseconds, the L2 cache
+flushed between runs. Every timed call is bf16 with H=64, D=128, ratio 4 and topk 512; weights are
+bf16, which Attention Gym needs.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,16 +23,22 @@ from csa_backend_triton.indexer import ScoreTile, pick_entries
 from csa_backend_triton.indexer_kernel import select_kernel
 from triton.testing import do_bench
 
-from csa_dispatch import BackendRefused, IndexerCall
+from csa_dispatch import BackendRefused, IndexerCall, IndexerSpec, backends
+from csa_dispatch.call_spec import device_capability
+from csa_dispatch.testing import check_backend
 from csa_dispatch.testing.indexer import (
+    TIES,
+    IndexerCase,
     build_indexer,
+    first_of_equals,
     indexer_cases,
     indexer_run,
     judge_picks,
     visible_rows,
 )
 
-BACKENDS = ("triton", "attention_gym", "eager")
+BACKENDS = ["triton", "attention_gym", "eager", "cudnn"]
+"""Those that are asked for and here."""
 TILES = (
     (128, 128, 8, 3),
     (128, 128, 8, 2),
@@ -88,7 +97,7 @@ def samples() -> dict[str, Any]:
         )
         some = [*range(0, tokens, tokens // 12), tokens - 1]
         for backend in BACKENDS:
-            if past and backend == "attention_gym":
+            if past and backend == "attention_gym":  # it has no past
                 continue
             picks = indexer_run(backend)(call)
             again = bool(torch.equal(picks, indexer_run(backend)(call)))
@@ -101,6 +110,98 @@ def samples() -> dict[str, Any]:
                 "picks": sum(counts),
                 "repeats": again,
             }
+    return found
+
+
+def ties() -> dict[str, Any]:
+    """Whether of equal scores the lowest are picked; calls with exact scores, by backend."""
+    found: dict[str, Any] = {}
+    for backend in BACKENDS:
+        row = backends()[backend].backend
+        assert row is not None
+        implementation = row.operations["lightning_indexer"]
+        right, wrong, refused = 0, [], 0
+        for case in TIES:
+            for shape in ({}, {"heads": 16, "head_dim": 128}):
+                for dtype in ("float32", "bfloat16"):
+                    changed = replace(case, dtype=dtype, weights_dtype=dtype, **shape)
+                    if implementation.forward_capabilities.reasons(spec_on_card(changed)):
+                        refused += 1
+                        continue
+                    picks = indexer_run(backend)(build_indexer(changed, "cuda")).cpu()
+                    wanted = first_of_equals(build_indexer(changed))
+                    if torch.equal(picks.sort(-1).values, wanted.sort(-1).values):
+                        right += 1
+                    else:
+                        wrong.append(f"{case.name} {dtype} {shape}")
+        found[backend] = {"lowest": right, "others": wrong, "refused": refused}
+    # Products that round to -0.0 or 0.0.
+    keys = torch.zeros(1, 4096, 16, device="cuda")
+    keys[:, ::3, 0] = 1e-30
+    query = torch.zeros(1, 1, 1, 16, device="cuda")
+    query[..., 0] = 1
+    weights = torch.full((1, 1, 1), -1e-30, device="cuda")
+    call = IndexerCall(query, keys, weights, 7, 1, 4095, None, None)
+    for backend in {"triton", "eager"} & {*BACKENDS}:
+        found[f"{backend} of zeros"] = indexer_run(backend)(call)[0, 0].tolist()
+    return found
+
+
+def spec_on_card(case: IndexerCase) -> IndexerSpec:
+    return case.spec("cuda", device_capability(torch.device("cuda", 0)))
+
+
+def steps() -> dict[str, Any]:
+    """Single tokens against the whole sequence: tokens whose picks differ, and how many picks."""
+    found: dict[str, Any] = {}
+    call = draw(8192)
+    tokens = range(2047, 8192, 97)
+    for backend in BACKENDS:
+        if backend == "attention_gym":  # it has no past
+            continue
+        whole = indexer_run(backend)(call)[0].sort(-1).values
+        differ = picks = 0
+        for token in tokens:
+            step = call._replace(
+                index_query=call.index_query[:, :, token : token + 1],
+                weights=call.weights[:, token : token + 1],
+                index_keys=call.index_keys[:, : (token + 1) // 4],
+                past=token,
+            )
+            one = indexer_run(backend)(step)[0, 0]
+            missing = int((~torch.isin(one, whole[token])).sum())
+            differ, picks = differ + (missing > 0), picks + missing
+        found[backend] = {"tokens": len(tokens), "differ": differ, "picks": picks}
+    return found
+
+
+def conformance() -> dict[str, Any]:
+    """Claims, results, memory, receipts, determinism and waiting, by the conformance kit."""
+    found: dict[str, Any] = {}
+    for name in BACKENDS:
+        backend = backends()[name].backend
+        assert backend is not None
+        report = check_backend(backend, "cuda", checks=["operations", "lightning_indexer"])
+        print(report, flush=True)
+        found[name] = {check.name: check.status for check in report.checks}
+        found[name]["message"] = "; ".join(check.message for check in report.failures)
+    return found
+
+
+def top_k() -> dict[str, float]:
+    """cuDNN's top-k alone, 1280 rows: milliseconds by columns and by how equals are taken."""
+    if "cudnn" not in BACKENDS:
+        return {}
+    from csa_backend_cudnn.entry_points import indexer_entry_points
+
+    select = indexer_entry_points().top_k
+    found: dict[str, float] = {}
+    for columns in (1024, 4096, 16384):
+        scores = torch.randn(1280, columns, device="cuda")
+        lengths = torch.full((1280,), columns, dtype=torch.int32, device="cuda")
+        for options in ({}, {"tie_break": 1}, {"deterministic": True}):
+            run = partial(select, scores, lengths, 512, return_val=False, **options)
+            found[f"{columns} {options}"] = milliseconds(run, 40)
     return found
 
 
@@ -167,15 +268,20 @@ def select() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json")
-    parser.add_argument("--skip", default="")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--backends", default="")
     options = parser.parse_args()
+    asked = options.backends.split(",") if options.backends else BACKENDS
+    BACKENDS[:] = [name for name in BACKENDS if name in asked and backends()[name].available]
+    print("backends:", *BACKENDS, flush=True)
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
-    for part in (tiles, times, samples, cases, select):
-        if part.__name__ in options.skip.split(","):
+    parts = (ties, steps, conformance, times, samples, cases, tiles, select, top_k)
+    for part in parts:
+        if options.only and part.__name__ not in options.only.split(","):
             continue
         found[part.__name__] = part()
         print(part.__name__, json.dumps(found[part.__name__], indent=1), flush=True)
