@@ -15,7 +15,6 @@ from torch import Tensor
 
 from csa_dispatch.call import Call, Gradients, Kind, TokenBounds
 
-from . import hopper_window
 from .hopper_operands import (
     HEAD_BLOCK,
     HEAD_DIM,
@@ -80,10 +79,9 @@ def supports_backward(spec: CallSpec) -> bool:
     """Whether ``backward`` takes calls of this kind.
 
     Its fp32 sums must fit: those of both KV tensors in ``WORKSPACE``, or the pool's alone in
-    ``ORDERED_SUMS`` when they are added in a fixed order; window-only calls need none. It would be
-    wasteful for the sink's gradient alone, and for few heads of a dense-compressed call, of which
-    the portable kernels put several tokens' into one tile. At head_dim 128 it has 64 heads' tiles
-    and atomics alone.
+    ``ORDERED_SUMS`` when they are added in a fixed order. It would be wasteful for the sink's
+    gradient alone, and for few heads of a dense-compressed call, of which the portable kernels
+    put several tokens' into one tile. At head_dim 128 it has 64 heads' tiles and atomics alone.
     """
     fitting = _fits(spec) and spec.dtype == "bfloat16" and any(spec.needs_grad[:3])
     if spec.head_dim == NARROW_HEAD_DIM:
@@ -92,8 +90,6 @@ def supports_backward(spec: CallSpec) -> bool:
         return False
     if spec.kind is Kind.DENSE and spec.heads <= 16:
         return False
-    if hopper_window.takes(spec.kind, spec.head_dim, spec.window):
-        return fitting
     if spec.deterministic:
         pool_bytes = spec.batch * spec.pool * HEAD_DIM * 4
         return fitting and spec.kind is not Kind.DENSE and pool_bytes <= ORDERED_SUMS
@@ -103,8 +99,6 @@ def supports_backward(spec: CallSpec) -> bool:
 def forward(call: Call, bounds: TokenBounds | None) -> tuple[Tensor, Tensor]:
     """Output like the query and lse ``[B, H, T]`` fp32, the sink included."""
     batch, heads, tokens, head_dim = call.query.shape
-    if hopper_window.takes(call.kind, head_dim, call.sliding_window_size):
-        return hopper_window.forward(call, bounds)
     if head_dim == NARROW_HEAD_DIM:
         from .hopper_narrow_forward import forward_kernel
 
@@ -166,8 +160,6 @@ def backward(
 
     KV gradients are summed in a fixed order when ``deterministic``.
     """
-    if hopper_window.takes(call.kind, call.query.shape[3], call.sliding_window_size):
-        return hopper_window.backward(call, bounds, output, lse, grad_output, needs)
     from .hopper_gradient import backward as backward_in
 
     return backward_in(call, bounds, output, lse, grad_output, needs, deterministic)

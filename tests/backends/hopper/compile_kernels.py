@@ -67,9 +67,7 @@ CALLS = {
     "bf16": Shape(gradients=(True, True, True, True)),
     "int64": Shape(index_dtype=torch.int64, packed=True, gradients=(True, True, True, True)),
     "fp16": Shape(torch.float16, torch.int64, sink_dtype=None),
-    "window": Shape(sink_dtype=torch.bfloat16, slots=0, gradients=(True, True, True, True)),
-    "window-packed": Shape(slots=0, packed=True, gradients=(True, False, False, False)),
-    "window-fp16": Shape(torch.float16, sink_dtype=None, slots=0),
+    "window": Shape(sink_dtype=torch.bfloat16, slots=0),
     "dense": Shape(slots=0, ratio=128, gradients=(True, True, True, True)),
     "ordered": Shape(gradients=(True, True, True, True), deterministic=True),
     "pool-only": Shape(gradients=(False, False, True, False)),
@@ -80,15 +78,6 @@ CALLS = {
     "narrow-fp16": Shape(torch.float16, torch.int64, sink_dtype=None, head_dim=128),
     "narrow-pool-only": Shape(head_dim=128, gradients=(False, False, True, False)),
 }
-
-
-KERNELS = (
-    "forward_kernel",
-    "backward_kernel",
-    "window_forward_kernel",
-    "window_backward_kernel",
-    "window_key_gradient_kernel",
-)
 
 
 def item_loop_carries(ttgir: str) -> list[int]:
@@ -118,7 +107,7 @@ def main(names: list[str]) -> None:
                 needs, deterministic = shape.gradients, shape.deterministic
                 hopper.backward(call, bounds, output, lse, output, needs, deterministic)
         for kernel, _, compiled in session.kernels:
-            if kernel not in KERNELS:
+            if kernel not in ("forward_kernel", "backward_kernel"):
                 continue
             ptx = compiled.asm["ptx"]
             registers, spills, serialized = assemble(ptx, 90)

@@ -30,8 +30,6 @@ from csa_backend_triton import (  # noqa: E402
     hopper_narrow_forward,
     hopper_operands,
     hopper_ordered,
-    hopper_window,
-    hopper_window_key_gradient,
     launching,
 )
 
@@ -42,9 +40,6 @@ from csa_dispatch.testing import Case, backend_run, check_case  # noqa: E402
 
 PROGRAMS = 3
 """Instead of a GPU's: so that a program has many items."""
-
-CHUNK_BYTES = 96 * hopper_window.SLOTS * 64 * 2 * 2
-"""Of P and dS of 96 tokens: so that window-only backwards have several chunks."""
 
 WIDTH = 512
 COLUMNS = torch.arange(64).reshape(4, 2, 4, 2).permute(0, 2, 1, 3).reshape(-1)
@@ -72,24 +67,6 @@ def store_rows(tile: Tensor, base: Any, offset: Tensor) -> None:
     base.storage[place] = tile[:, COLUMNS].to(base.storage.dtype)
 
 
-def flushed(
-    sums: Tensor, extra: Tensor, rows: Any, extra_rows: Any, group: Any
-) -> tuple[Tensor, Tensor]:
-    """Write and clear 16 columns of the sums, or all of the extra ones."""
-    group = int(group)
-    if group < 0:
-        return sums, extra
-    place = (rows.offset // rows.unit)[:, None] + torch.arange(16)[None, :] * WIDTH
-    if group == 8:
-        rows.storage[place] = extra
-        return sums, torch.zeros_like(extra)
-    columns = slice(16 * group, 16 * group + 16)
-    rows.storage[place] = sums[:, columns]
-    sums = sums.clone()
-    sums[:, columns] = 0
-    return sums, extra
-
-
 def row_offsets(own: Tensor, odd: Tensor) -> tuple[Tensor, Tensor]:
     other = own.reshape(-1, 2).flip(1).reshape(-1)
     return torch.where(odd, other, own), torch.where(odd, own, other)
@@ -108,13 +85,11 @@ def stand_in() -> None:
     for module in (hopper_backward_scatter, hopper_narrow_backward):
         module.add_rows = add_rows  # type: ignore[attr-defined]
     hopper_narrow_backward._row_offsets = row_offsets  # type: ignore[attr-defined]
-    hopper_window_key_gradient._flushed = flushed  # type: ignore[attr-defined]
     hopper_backward_store._store_rows = store_rows  # type: ignore[attr-defined]
-    for module in (hopper, hopper_gradient, hopper_operands, hopper_ordered, hopper_window):
+    for module in (hopper, hopper_gradient, hopper_operands, hopper_ordered):
         module.launch = launch  # type: ignore[attr-defined]
-    for module in (hopper_operands, hopper_ordered, hopper_window):
+    for module in (hopper_operands, hopper_ordered):
         module.multiprocessors = lambda _: PROGRAMS  # type: ignore[attr-defined]
-    hopper_window.CHUNK_BYTES = CHUNK_BYTES  # type: ignore[attr-defined]
 
 
 class Hopper(Backend):
@@ -147,7 +122,6 @@ BASE = {
     "window": 9,
 }
 DENSE = {"kind": Kind.DENSE, "compress_ratio": 1, "slots": 0}
-WINDOW = {"kind": Kind.WINDOW, "tokens": 90}
 CASES = [
     {},
     {"content": "random", "tokens": 70, "window": 70, "slots": 3},
@@ -160,8 +134,8 @@ CASES = [
     {"documents": "doc_ids", "batch": 2, "index_dtype": "int64"},
     {"memory": "strided"},
     {"dtype": "float16", "needs_grad": (False,) * 4},
-    {**WINDOW, "window": 130, "tokens": 80},
-    {**WINDOW, "window": 0, "sink": "none", "tokens": 12},
+    {"kind": Kind.WINDOW, "window": 70, "tokens": 80},
+    {"kind": Kind.WINDOW, "window": 0, "sink": "none"},
     {"needs_grad": (True, False, True, False)},
     {"needs_grad": (False, True, False, True)},
     {**DENSE, "tokens": 90, "content": "nan"},
@@ -172,16 +146,6 @@ CASES = [
     {"head_dim": 128, "needs_grad": (True, False, True, False), "memory": "strided"},
     {"head_dim": 128, "sink": "none", "content": "scattered", "slots": 300},
     {"head_dim": 128, "window": 0, "content": "poisoned", "slots": 1},
-    {**WINDOW, "window": 128, "tokens": 300},
-    {**WINDOW, "window": 128, "tokens": 180, "content": "nan"},
-    {**WINDOW, "window": 70, "documents": "cu_seqlens", "content": "poisoned", "tokens": 150},
-    {**WINDOW, "documents": "doc_ids", "batch": 2, "tokens": 50},
-    {**WINDOW, "heads": 130, "window": 1, "sink": "same", "tokens": 40},
-    {**WINDOW, "dtype": "float16", "needs_grad": (False,) * 4},
-    {**WINDOW, "memory": "expanded", "batch": 2, "tokens": 30},
-    {**WINDOW, "memory": "strided", "tokens": 3},
-    {**WINDOW, "needs_grad": (True, False, False, False), "tokens": 40},
-    {**WINDOW, "needs_grad": (False, True, False, True), "tokens": 40},
     {"deterministic": True, "content": "nan"},
     {"deterministic": True, "documents": "doc_ids", "batch": 2, "heads": 70},
 ]

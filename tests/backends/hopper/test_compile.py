@@ -42,17 +42,12 @@ def compiled(*names: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def kernels() -> list[dict[str, Any]]:
-    return compiled("bf16", "int64", "fp16", "dense")
+    return compiled("bf16", "int64", "fp16", "window", "dense")
 
 
 @pytest.fixture(scope="module")
 def ordered() -> list[dict[str, Any]]:
     return compiled("ordered")
-
-
-@pytest.fixture(scope="module")
-def windows() -> list[dict[str, Any]]:
-    return compiled("window", "window-packed", "window-fp16")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +60,7 @@ def of(kernels: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 
 def test_every_call_compiles(kernels: list[dict[str, Any]]) -> None:
-    assert len(of(kernels, "forward_kernel")) == 4
+    assert len(of(kernels, "forward_kernel")) == 5
     assert len(of(kernels, "backward_kernel")) == 3
 
 
@@ -74,18 +69,6 @@ def test_they_fit_an_sm(kernels: list[dict[str, Any]], ordered: list[dict[str, A
         assert kernel["shared"] <= SHARED_MEMORY
         assert kernel["registers"] <= 128  # 16 warps share 65536
         assert kernel["spills"] <= SPILLS
-
-
-def test_window_only_kernels_fit_an_sm(windows: list[dict[str, Any]]) -> None:
-    assert len(of(windows, "window_forward_kernel")) == 3
-    assert len(of(windows, "window_backward_kernel")) == 2
-    assert len(of(windows, "window_key_gradient_kernel")) == 1
-    for kernel in windows:
-        assert kernel["shared"] <= SHARED_MEMORY
-        # 16 warps share 65536, or 12 do.
-        assert kernel["registers"] <= (128 if kernel["kernel"] == "window_forward_kernel" else 168)
-        assert kernel["spills"] <= SPILLS
-        assert kernel["atomics"] == 0
 
 
 def test_two_narrow_programs_fit_an_sm(narrow: list[dict[str, Any]]) -> None:
@@ -98,21 +81,18 @@ def test_two_narrow_programs_fit_an_sm(narrow: list[dict[str, Any]]) -> None:
 
 
 def test_matrix_products_are_asynchronous_wgmma(
-    kernels: list[dict[str, Any]],
-    ordered: list[dict[str, Any]],
-    narrow: list[dict[str, Any]],
-    windows: list[dict[str, Any]],
+    kernels: list[dict[str, Any]], ordered: list[dict[str, Any]], narrow: list[dict[str, Any]]
 ) -> None:
-    for kernel in kernels + ordered + narrow + windows:
+    for kernel in kernels + ordered + narrow:
         assert kernel["wgmma"] > 0
         assert kernel["mma"] == 0
         assert not kernel["serialized"]
 
 
 def test_rows_are_copied_16_bytes_at_a_time(
-    kernels: list[dict[str, Any]], narrow: list[dict[str, Any]], windows: list[dict[str, Any]]
+    kernels: list[dict[str, Any]], narrow: list[dict[str, Any]]
 ) -> None:
-    for kernel in kernels + narrow + windows:
+    for kernel in kernels + narrow:
         assert kernel["copies"] > 0
         assert kernel["wide_copies"] == kernel["copies"]
 
