@@ -69,7 +69,7 @@ def supports_forward(spec: CallSpec) -> bool:
     Up to 16 heads the portable kernel is faster: its tiles need not be 64 heads tall.
     """
     if spec.head_dim == NARROW_HEAD_DIM:
-        fitting = spec.kind is Kind.GATHER and spec.heads > 32 and spec.window <= 128
+        fitting = spec.kind is Kind.GATHER and spec.heads > 32
     else:
         fitting = spec.head_dim == HEAD_DIM and spec.heads > 16
     return fitting and _fits(spec) and spec.dtype in ("bfloat16", "float16")

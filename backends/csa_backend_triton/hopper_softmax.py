@@ -1,6 +1,6 @@
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false
-"""Online softmax over blocks of keys, with a lazy maximum, on wgmma's accumulator layout.
+"""Online softmax over blocks of 64 keys, with a lazy maximum, on wgmma's accumulator layout.
 
 Scores are in log2 units. The running maximum moves only when a block exceeds it by 2^8, so that
 most blocks leave the output unscaled; P then reaches 2^8, which fp32 sums and bf16/fp16 P hold
@@ -25,7 +25,7 @@ SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 def load_sink(SINK, head, live):
     """The sink of each head, -inf where there is none."""
     if SINK is None:
-        sink = gl.full([HEADS], float("-inf"), gl.float32, layout=head.type.layout)
+        sink = gl.full([HEADS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
     else:
         sink = gl.load(SINK + head, mask=live, other=0.0).to(gl.float32)
     return sink
@@ -38,8 +38,8 @@ def weights(s, bias, m, scale_log2):
     ``bias`` is 0 for used keys and -inf for others.
     """
     s = s * scale_log2 + bias[None, :]
-    top = gl.max(gl.max(s.reshape([HEADS, s.shape[1] // 8, 8]), 1), 1)
-    top = gl.convert_layout(top, m.type.layout)
+    top = gl.max(gl.max(s.reshape([HEADS, KEYS // 8, 8]), 1), 1)
+    top = gl.convert_layout(top, gl.SliceLayout(1, SCORES))
     m_new = gl.where(top > m + LAZY_LOG2, top, m)
     p = gl.exp2(s - m_new[:, None])
     return p, gl.exp2(m - m_new), m_new
@@ -48,7 +48,7 @@ def weights(s, bias, m, scale_log2):
 @gluon.jit
 def add_mass(mass, p, alpha):
     """The partial row sums ``[64, 8]`` after a block."""
-    sums = gl.convert_layout(gl.sum(p.reshape([HEADS, p.shape[1] // 8, 8]), 1), SUMS)
+    sums = gl.convert_layout(gl.sum(p.reshape([HEADS, KEYS // 8, 8]), 1), SUMS)
     return mass * gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None] + sums
 
 
@@ -59,7 +59,7 @@ def with_sink(m, mass, sink, empty):
     A factor of exactly 0 marks a row without keys; its O may be NaN from a NaN query and is not
     to be used.
     """
-    total = gl.convert_layout(gl.sum(mass, 1), m.type.layout)
+    total = gl.convert_layout(gl.sum(mass, 1), gl.SliceLayout(1, SCORES))
     total = gl.where(empty, 0.0, total)
     m = gl.where(empty, LOWEST, m)
     m_end = gl.maximum(m, sink * LOG2E)
