@@ -37,6 +37,9 @@ def parity(
     text: Annotated[
         str, typer.Option("--filter", help="Only cells whose id contains this text.")
     ] = "",
+    part: Annotated[
+        str, typer.Option(help="I/N: the I-th of N parts, to run them side by side.")
+    ] = "1/1",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
     report: Annotated[str | None, typer.Option(help="Write JSON to this file.")] = None,
     junit: Annotated[str | None, typer.Option(help="Write JUnit XML here.")] = None,
@@ -61,11 +64,19 @@ def parity(
                 required=require or (),
                 device=device,
                 text=text,
+                part=_part(part),
                 listener=listener,
             )
         _write(run, as_json, report, junit, html)
     if run.exit_code:
         raise typer.Exit(run.exit_code)
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, slash, parts = text.partition("/")
+    if not (slash and number.isdecimal() and parts.isdecimal()):
+        raise ValueError(f"--part is {text!r}; it must be I/N, such as 1/4")
+    return int(number), int(parts)
 
 
 def _write(

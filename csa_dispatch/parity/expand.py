@@ -72,12 +72,15 @@ class Selection:
         device: ``"cpu"`` or ``"cuda"``.
         capability: the CUDA device's compute capability as ``major * 10 + minor``.
         text: cells whose id does not contain it (in any case of letters) are left out.
+        part: (i, n) takes the i-th of n parts, which together are everything; a case's cells are
+            all in one of them.
     """
 
     backends: tuple[str, ...]
     device: str
     capability: int | None = None
     text: str = ""
+    part: tuple[int, int] = (1, 1)
 
 
 def expand(matrix: Matrix, selection: Selection) -> tuple[list[Work], list[str]]:
@@ -97,7 +100,14 @@ def expand(matrix: Matrix, selection: Selection) -> tuple[list[Work], list[str]]
             cells = ledger.keep(cells, lambda work=work: _sizes(work))
             if cells:
                 works.append(replace(work, cells=cells))
-    return works, ledger.notes()
+    number, parts = selection.part
+    notes = ledger.notes()
+    if parts > 1:
+        notes.append(
+            f"part {number} of {parts}: {len(works[number - 1 :: parts])} of {len(works)} calls"
+        )
+    # One in every n, since neighbours take about as long as each other.
+    return works[number - 1 :: parts], notes
 
 
 def _wanted(cell: Cell, selection: Selection, seen: set[tuple[Entry, str, str]]) -> bool:

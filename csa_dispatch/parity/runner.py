@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -30,6 +31,7 @@ def run_matrix(
     required: Sequence[str] = (),
     device: str | None = None,
     text: str = "",
+    part: tuple[int, int] = (1, 1),
     listener: Listener | None = None,
 ) -> ParityRun:
     """Run every cell of ``matrix``; what a backend raises is a failed cell, and the run goes on.
@@ -41,17 +43,25 @@ def run_matrix(
             when ``backends`` does not name them.
         device: ``"cpu"`` or ``"cuda"``; None takes the matrix's.
         text: only cells whose id contains it.
+        part: (i, n) runs the i-th of n parts, from 1.
         listener: told of every cell as it ends.
 
     Raises:
-        ValueError: an unknown backend, a device that is not here, or nothing to run.
+        ValueError: an unknown backend, a device that is not here, a part that is not one of 1
+            to n, or nothing to run.
     """
     started = time.perf_counter()
-    selection = _select(matrix, backends, required, device, text)
+    number, parts = part
+    if not 1 <= number <= parts:
+        raise ValueError(
+            f"part is {number}/{parts}; it must be i/n with i from 1 to n, such as 1/4"
+        )
+    selection = replace(_select(matrix, backends, required, device, text), part=part)
     works, notes = expand(matrix, selection)
     total = sum(len(work.cells) for work in works)
     if not total:
-        raise ValueError(f"{matrix.path}: no cell to run on {selection.device} (filter {text!r})")
+        chosen = f"filter {text!r}" + (f", part {number}/{parts}" if parts > 1 else "")
+        raise ValueError(f"{matrix.path}: no cell to run on {selection.device} ({chosen})")
     needed = frozenset(required)
     reports: list[CellReport] = []
     faults: list[str] = []

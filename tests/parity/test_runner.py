@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ from csa_dispatch import (
 from csa_dispatch.parity import Matrix, ParityRun, Status, run_matrix
 from csa_dispatch.parity import runner as runner_module
 from csa_dispatch.parity.execute import run_boundary
-from csa_dispatch.parity.matrix import parse_matrix
+from csa_dispatch.parity.expand import Selection, expand
+from csa_dispatch.parity.matrix import load_matrix, parse_matrix
 from csa_dispatch.parity.results import Cell
 from csa_dispatch.policy import Entry
 from csa_dispatch.testing import Boundary, Case
@@ -317,6 +319,21 @@ def test_field_cases_run_with_receipts():
     assert [report.status for report in run.reports] == [Status.PASS]
     assert run.reports[0].receipts == ("forward eager", "backward eager")
     assert run.reports[0].cell.about == "validity judged by column, not by value"
+
+
+def test_parts_are_everything_once():
+    matrix = load_matrix("ci.toml")
+    chosen = Selection(("eager",), "cpu", text="sink=none")
+    whole, _ = expand(matrix, chosen)
+    parts = [expand(matrix, replace(chosen, part=(number, 3))) for number in (1, 2, 3)]
+    ids = [[cell.id for work in works for cell in work.cells] for works, _ in parts]
+    assert all(ids)
+    assert sorted(chain(*ids)) == sorted(cell.id for work in whole for cell in work.cells)
+    assert [notes[-1].partition(":")[0] for _, notes in parts] == [
+        "part 1 of 3",
+        "part 2 of 3",
+        "part 3 of 3",
+    ]
 
 
 def test_unknown_backends_and_absent_devices_are_usage_errors(tiny: Matrix):
