@@ -31,7 +31,7 @@ from csa_dispatch.testing import Case, backend_run, check_case
 ALL = (True, True, True, True)
 NONE = (False, False, False, False)
 CUDA = torch.device("cuda")
-SECONDS = {"flex": 240, "attention_gym": 180, "cudnn": 180}
+SECONDS = {"flex": 400, "attention_gym": 400, "cudnn": 180}
 Changes = list[dict[str, object]]
 
 

@@ -33,7 +33,7 @@ from csa_dispatch.testing import Case, backend_run, check_case
 
 ALL = (True, True, True, True)
 NONE = (False, False, False, False)
-SECONDS = {"cases": 180, "sums": 60, "races": 60, "times": 120}
+SECONDS = {"cases": 400, "sums": 120, "races": 120, "times": 120}
 SIZES = {
     "A": (4096, 64, 512, 1024, 512),
     "B": (8192, 128, 1024, 2048, 512),
