@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from .conformance_kit import (
     Observation,
     continued_reference,
     expanded_reference,
+    half_reference,
     no_sync,
 )
 from .conformance_operations import OPERATION_CHECKS
@@ -174,6 +176,26 @@ def _pairing(kit: Kit) -> Iterator[Finding]:
         raise NotClaimed("the backend claims no backward")
     for case in cases:
         yield _judged_run(kit, case, run)
+        if kit.backend.backward_uses_lse:
+            yield _half_left_out(kit, case)
+
+
+def _half_left_out(kit: Kit, case: Case) -> Finding:
+    """Rows whose lse is +inf give no gradient, whatever the upstream gradient holds there."""
+    reference = half_reference(case, kit.device)
+    inputs, _ = guard_inputs(reference.inputs)
+    grad_output = kit.reference(case).inputs.grad_output
+    what = f"{case.name}, lse of the first half +inf"
+    try:
+        output, lse = PlainBackend().forward(to_call(inputs))
+        half = lse.clone()
+        half[:, :, : case.tokens // 2] = math.inf
+        gradients = kit.backend.backward(
+            to_call(inputs), output, half, grad_output, inputs.needs_grad
+        )
+    except Exception as error:
+        return Finding(what, f"{type(error).__name__}: {error}")
+    return _verdict(what, reference, Outcome(output, lse, gradients))
 
 
 def _determinism(kit: Kit) -> Iterator[Finding]:

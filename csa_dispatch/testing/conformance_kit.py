@@ -321,6 +321,14 @@ def continued_reference(case: Case, device: torch.device) -> Reference:
     return _reference_of(inputs, made.needs_grad)
 
 
+def half_reference(case: Case, device: torch.device) -> Reference:
+    """A case whose results of the first half of the tokens nobody uses: their gradient is 0."""
+    made = reference_for(case, device).inputs
+    grad_output = made.grad_output.detach().clone()
+    grad_output[:, :, : case.tokens // 2] = 0
+    return _reference_of(made._replace(grad_output=grad_output), made.needs_grad)
+
+
 def _reference_of(inputs: Inputs, needs_grad: tuple[bool, ...]) -> Reference:
     for name, wanted in zip(GRADIENT_INPUTS, needs_grad, strict=True):
         if wanted:

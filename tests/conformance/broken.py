@@ -28,6 +28,12 @@ class Broken(PlainBackend):
         self.name = type(self).__name__
 
 
+class ClaimsToUseTheLse(Broken):
+    """Works the probabilities out anew all the same."""
+
+    backward_uses_lse = True
+
+
 class WritesItsInputs(Broken):
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         results = super().forward(call)

@@ -25,6 +25,7 @@ EXPECTED = [
     (broken.LeavesSpareRowsUnwritten, "unwritten", "output: NaN or Inf in the wrong places"),
     (broken.GivesGradientsNobodyAsked, "gradients", "is not asked for"),
     (broken.KeepsStateOfItsForward, "pairing", "not the output of the last forward"),
+    (broken.ClaimsToUseTheLse, "pairing", "lse of the first half +inf: dquery"),
     (broken.AssumesContiguous, "strides", "dquery"),
     (broken.LaundersNan, "nan", "NaN or Inf in the wrong places"),
     (broken.ClaimsEveryHeadDim, "head_dim", "no kernel for this head_dim"),
