@@ -42,6 +42,8 @@ CALLS = (
     *(replace(BASE, name=f"{heads} heads", heads=heads) for heads in (4, 8, 16, 32, 48, 128)),
     replace(BASE, name="float16", dtype="float16"),
     replace(BASE, name="head_dim 64", head_dim=64),
+    replace(BASE, name="512 of 16384", tokens=1200, past=15184, topk=512),
+    replace(BASE, name="1024 of 16384", tokens=1200, past=15184, topk=1024),
     replace(BASE, name="2048 picks", tokens=2100, heads=16, topk=2048),
     replace(BASE, name="2049 picks", tokens=2100, heads=16, topk=2049),
 )
