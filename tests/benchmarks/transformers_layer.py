@@ -1,13 +1,16 @@
-"""One attention layer of transformers' DeepSeek-V4 before and after ``enable``: time and memory.
+"""An attention layer of transformers' DeepSeek-V4 before and after ``enable``: time and memory.
 
     python tests/benchmarks/transformers_layer.py [--tokens 2048 4096] [--flash] [--dtype bfloat16]
-        [--kinds compressed_sparse_attention] [--device cuda] [--rounds N] [--json FILE]
+        [--kinds compressed_sparse_attention] [--device cuda] [--rounds N] [--cpu-time]
+        [--json FILE]
 
-Forward and backward of one layer on the same hidden states and weights. The plain layer gets the
-dense mask that transformers builds once for all layers; building it is in neither time nor
-memory. Rounds of the two are interleaved and the least time of each is taken. Peak memory is what
-the call allocates beyond what it returns (``csa_dispatch.bench.memory``). A form that runs out of
-memory is reported as such; ``--limit-gib`` sets a limit on a CPU.
+Forward and backward of one layer on the same hidden states and weights; a window-only layer also
+as ``register_attention`` serves it. The plain layer gets the dense mask that transformers builds
+once for all layers; building it is in neither time nor memory. Rounds of the forms are interleaved
+and the least time of each is taken. Peak memory is what the call allocates beyond what it returns
+(``csa_dispatch.bench.memory``). A form that runs out of memory is reported as such;
+``--limit-gib`` sets a limit on a CPU. On a busy machine, ``OMP_NUM_THREADS=1`` and ``--cpu-time``
+take what others do out of the times.
 
 ``--flash`` takes V4-Flash's sizes (64 heads of 512), else 16 heads of 128.
 """
@@ -15,10 +18,12 @@ memory is reported as such; ``--limit-gib`` sets a limit on a CPU.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import resource
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +38,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 
 from csa_dispatch import record_receipts
 from csa_dispatch.bench.memory import extra_memory
-from csa_dispatch.integrations.transformers import enable
+from csa_dispatch.integrations.transformers import enable, register_attention
 
 KINDS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 SMALL: dict[str, Any] = {
@@ -66,7 +71,7 @@ class Row(NamedTuple):
 
 
 class Forms:
-    """A layer in its two forms, on one input."""
+    """A layer in its forms, on one input."""
 
     def __init__(self, options: argparse.Namespace, kind: str, tokens: int) -> None:
         self.device, dtype = torch.device(options.device), getattr(torch, options.dtype)
@@ -77,9 +82,13 @@ class Forms:
         )
         config._attn_implementation = "eager"
         torch.manual_seed(0)
+        configs = {"plain": config, "enabled": config}
+        if kind == KINDS[0]:
+            configs["registered"] = copy.deepcopy(config)
+            configs["registered"]._attn_implementation = register_attention()
         with self.device:
-            plain = DeepseekV4Attention(config, 0)
-            enabled = DeepseekV4Attention(config, 0)
+            self.layers = {form: DeepseekV4Attention(of, 0) for form, of in configs.items()}
+            plain = self.layers["plain"]
             for name, weight in plain.named_parameters():
                 deviation = 0.02 if weight.ndim > 1 else 0.0
                 torch.nn.init.normal_(weight, mean=float("norm" in name), std=deviation)
@@ -95,10 +104,10 @@ class Forms:
                 kind: rotary(self.x, self.positions, layer_type=kind)
                 for kind in ("main", "compress")
             }
-        enabled.to(dtype)
-        for ours, theirs in zip(enabled.parameters(), plain.parameters(), strict=True):
-            ours.data = theirs.data
-        self.layers = {"plain": plain, "enabled": enable(enabled)}
+        for layer in self.layers.values():
+            for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
+                ours.data = theirs.data
+        enable(self.layers["enabled"])
         self.window, self.tokens, self.dtype = config.sliding_window, tokens, dtype
 
     def mask(self) -> Tensor:
@@ -117,23 +126,23 @@ class Forms:
         return [output, *torch.autograd.grad(output, leaves, self.upstream)]
 
 
-def seconds(device: torch.device, run: Callable[[], object]) -> float:
+def seconds(device: torch.device, clock: Callable[[], float], run: Callable[[], object]) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = clock()
     run()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def measure(options: argparse.Namespace, kind: str, tokens: int) -> list[Row]:
     forms, rows = Forms(options, kind, tokens), []
-    masks = {"plain": forms.mask(), "enabled": None}
+    masks = {form: forms.mask() if form == "plain" else None for form in forms.layers}
     times: dict[str, list[float]] = {name: [] for name in masks}
     peaks: dict[str, int] = {}
     lost: set[str] = set()
-    backends: set[str] = set()
+    backends: dict[str, set[str]] = {}
 
     def attempt(form: str, call: Callable[[], object]) -> Any:
         if form in lost:
@@ -146,24 +155,28 @@ def measure(options: argparse.Namespace, kind: str, tokens: int) -> list[Row]:
             lost.add(form)
             return None
 
-    for form, mask in masks.items():
+    def keep_output(form: str) -> list[Tensor]:
+        results = forms.run(form, masks[form])
+        outputs[form] = results[0].detach()
+        return results
+
+    outputs: dict[str, Tensor] = {}
+    for form in masks:
         with record_receipts() as receipts:
-            run = lambda form=form, mask=mask: forms.run(form, mask)  # noqa: E731
-            peaks[form] = attempt(form, lambda run=run: extra_memory(run, forms.device))
-        backends |= {f"{type(r.spec).__name__}:{r.direction}:{r.backend}" for r in receipts}
-    outputs = {
-        form: attempt(form, lambda f=form, m=mask: forms.run(f, m)[0])
-        for form, mask in masks.items()
-    }
-    difference = None
-    if outputs["plain"] is not None and outputs["enabled"] is not None:
+            run = partial(keep_output, form)
+            peaks[form] = attempt(form, partial(extra_memory, run, forms.device))
+        backends[form] = {f"{type(r.spec).__name__}:{r.direction}:{r.backend}" for r in receipts}
+    differences: dict[str, float] = {}
+    if "plain" in outputs:
         plain = outputs["plain"].double()
-        difference = ((outputs["enabled"] - plain).norm() / plain.norm()).item()
-    del outputs
+        for form, output in outputs.items():
+            differences[form] = ((output - plain).norm() / plain.norm()).item()
+    outputs.clear()
+    clock = time.process_time if options.cpu_time else time.perf_counter
     for _ in range(options.rounds):
         for form, mask in masks.items():
-            run = lambda form=form, mask=mask: forms.run(form, mask)  # noqa: E731
-            taken = attempt(form, lambda run=run: seconds(forms.device, run))
+            run = partial(forms.run, form, mask)
+            taken = attempt(form, partial(seconds, forms.device, clock, run))
             if taken is not None:
                 times[form].append(taken)
     for form in masks:
@@ -176,8 +189,8 @@ def measure(options: argparse.Namespace, kind: str, tokens: int) -> list[Row]:
                 options.dtype,
                 None if gone else 1e3 * min(times[form]),
                 None if gone else peaks[form] / 2**20,
-                sorted(backends) if form == "enabled" else [],
-                difference if form == "enabled" else None,
+                sorted(backends[form]),
+                differences.get(form),
             )
         )
     return rows
@@ -191,6 +204,7 @@ def main() -> None:
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=[KINDS[1]])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--cpu-time", action="store_true", help="of the process, not wall time")
     parser.add_argument("--limit-gib", type=int)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -204,8 +218,8 @@ def main() -> None:
                 figures = "out of memory"
             else:
                 figures = f"{row.milliseconds:10.1f} ms {row.mebibytes:10.0f} MiB"
-            print(f"{row.kind} T={tokens} {row.dtype} {row.form:8} {figures}", flush=True)
-            if row.form == "enabled":
+            print(f"{row.kind} T={tokens} {row.dtype} {row.form:10} {figures}", flush=True)
+            if row.form != "plain":
                 print("  ", *row.backends, "difference", row.difference, flush=True)
     if options.json:
         options.json.write_text(json.dumps([row._asdict() for row in rows], indent=1))
