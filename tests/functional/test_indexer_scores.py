@@ -195,17 +195,21 @@ def test_bad_arguments_are_named(change: dict[str, Any], message: str):
 
 
 @pytest.mark.serial
-def test_memory_does_not_grow_with_tokens_times_heads_times_slots():
+@pytest.mark.parametrize("every_entry", [False, True])
+def test_memory_does_not_grow_with_tokens_times_heads_times_slots(every_entry: bool):
     tokens, heads, slots = 4096, 32, 256
+    entries = slots if every_entry else 512
     query = torch.randn(1, heads, tokens, 32, requires_grad=True)
-    keys, weights = torch.randn(1, 512, 32, requires_grad=True), torch.randn(1, tokens, heads)
+    keys, weights = torch.randn(1, entries, 32, requires_grad=True), torch.randn(1, tokens, heads)
     picks = torch.randint(0, 512, (1, tokens, slots), dtype=torch.int32)
+    scored = {"compress_ratio": 16} if every_entry else {"kv_indices": picks}
 
     def train() -> list[Tensor | None]:
-        scores = indexer_scores(query, keys, weights, picks)
-        return [scores, *torch.autograd.grad(scores.sum(), (query, keys))]
+        scores = indexer_scores(query, keys, weights, **scored)
+        seen = scores.masked_fill(scores == -torch.inf, 0)
+        return [scores, *torch.autograd.grad(seen.sum(), (query, keys))]
 
-    # Rows of the pool and masks are of the picks' size, whatever the number of heads.
-    of_picks = 24 * picks.numel()
-    assert extra_memory(train, torch.device("cpu")) < CHUNK_BYTES + of_picks
+    # Rows of the pool and masks are of the scores' size, whatever the number of heads.
+    of_scores = 24 * tokens * slots
+    assert extra_memory(train, torch.device("cpu")) < CHUNK_BYTES + of_scores
     assert 4 * tokens * slots * (heads + 32) > 3 * CHUNK_BYTES
