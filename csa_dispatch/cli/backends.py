@@ -41,8 +41,8 @@ def backends(
     table = Table(title="Backends", title_justify="left", expand=False)
     table.add_column("backend", style="bold", no_wrap=True)
     table.add_column("here")
-    table.add_column("version")
-    table.add_column("beside attention")
+    table.add_column("version", overflow="fold")
+    table.add_column("beside attention", no_wrap=True)
     table.add_column("what it is, or why not")
     for row in rows:
         reason = row.availability.reason
