@@ -21,6 +21,7 @@ from csa_dispatch.call import Call
 from .exchange import Shards, exact
 from .local_calls import (
     Found,
+    Way,
     after_zeros,
     own_call,
     run_backward,
@@ -69,8 +70,8 @@ class SharedAttention(torch.autograd.Function):
             seam = seam_call(call, shards.rank, halo_kv, halo_ids)
             runners.append(runner_of(seam, way))
             first, first_lse = run_forward(runners[1], seam, way)
-            output[:, :, :halo] = first[:, :, halo:]
-            lse[:, :, :halo] = first_lse[:, :, halo:]
+            output = _with_first(output, first[:, :, halo:], way)
+            lse = _with_first(lse, first_lse[:, :, halo:], way)
 
         ctx.save_for_backward(*call[:_TENSORS], halo_kv, halo_ids, output, lse)
         ctx.mark_non_differentiable(lse)
@@ -144,6 +145,18 @@ def _gradients(
         assert call.sparse_kv is not None
         pool = pool.to(call.sparse_kv.dtype)
     return query, local, pool, sink
+
+
+def _with_first(rows: Tensor, first: Tensor, way: Way) -> Tensor:
+    """``rows`` with ``first`` in place of as many, written into plain results of our own call.
+
+    An operator's results are not written to: a selective checkpoint may have kept them.
+    """
+    count = first.shape[2]
+    if not way.plain:
+        return torch.cat((first, rows[:, :, count:]), dim=2)
+    rows[:, :, :count] = first
+    return rows
 
 
 def _plus(one: Tensor, other: Tensor | None) -> Tensor:

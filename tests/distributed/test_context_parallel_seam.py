@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,11 @@ import torch.distributed as dist
 from csa_backend_eager import backend as eager
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from csa_dispatch import Call, Gradients, attention, register_backend
 from csa_dispatch.call import Kind
@@ -148,6 +154,27 @@ def compile_every_kind() -> None:
         assert_same(found, whole(inputs), 24, kind.value)
 
 
+def keep_results_in_a_selective_checkpoint() -> None:
+    """Recomputing on one rank alone, or refusing to, would leave its neighbour waiting."""
+    operator = torch.ops.csa_dispatch.attention.default
+
+    def policy(_context: Any, called: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        kept = called is operator
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def step(**arguments: Any) -> Any:
+        return checkpoint(
+            context_parallel_attention,
+            use_reentrant=False,
+            context_fn=partial(create_selective_checkpoint_contexts, policy),
+            **arguments,
+        )
+
+    for window in (1, 6):
+        inputs = seam_inputs(Kind.GATHER, "around seams", window)
+        assert_same(run_shared(inputs, call=step), whole(inputs), 24, f"window {window}")
+
+
 def allocated(run: Any, arguments: dict[str, Any]) -> int:
     """Bytes that operators allocate for results, both directions."""
     inputs = [arguments["query"], arguments["local_kv"]]
@@ -177,6 +204,7 @@ def two_processes() -> None:
     want_some_gradients()
     differentiate_twice()
     compile_every_kind()
+    keep_results_in_a_selective_checkpoint()
     copy_nothing_as_long_as_the_shard()
 
 
@@ -186,7 +214,7 @@ def four_processes() -> None:
 
 
 def test_seams_of_two_processes() -> None:
-    """Also with gradients of some inputs, in THD, compiled; and nothing long is copied."""
+    """Also with some gradients, in THD, compiled, checkpointed; and nothing long is copied."""
     run_processes(2, two_processes)
 
 
