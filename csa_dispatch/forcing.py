@@ -144,6 +144,21 @@ def _implements(name: str, operation: str) -> bool:
     return backend is None or backend.implementation(operation) is not None
 
 
+def check_reached(chosen: str | None) -> None:
+    """Raise if the block around a running graph forces another backend than the graph chose.
+
+    Raises:
+        RuntimeError: the graph was traced outside that block, so forcing cannot reach it.
+    """
+    stack = _context.get()
+    if stack and stack[0].forward not in (None, chosen):
+        raise RuntimeError(
+            f"use_backend({stack[0].forward!r}) surrounds a graph that was traced without it, "
+            f"where attention() runs {chosen}. Enter the block inside the traced function, or "
+            "call torch.compiler.reset() and trace it again inside the block."
+        )
+
+
 def traced_block() -> Forced | None:
     """What the innermost block entered inside traced code forces."""
     return _traced[-1] if _traced else None

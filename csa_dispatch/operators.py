@@ -15,7 +15,7 @@ from torch import Tensor
 from .autograd import Needs
 from .call import Call
 from .call_spec import spec_of
-from .forcing import Forced
+from .forcing import Forced, check_reached
 from .policy import current_policy
 from .runner import Runner, runner_for
 from .settings import settings
@@ -49,7 +49,10 @@ def attention_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     *routing, check_values = arguments[_CALL_SIZE:]
     if check_values:
         check_values_of(call)
-    output, lse = _runner(call, *routing).forward(call)
+    runner = _runner(call, *routing)
+    if not routing[1]:
+        check_reached(runner.decision.forward)
+    output, lse = runner.forward(call)
     return _in_memory_order(output, call.query), lse.contiguous()
 
 
@@ -108,7 +111,11 @@ def _(grad_output: Tensor, output: Tensor, lse: Tensor, *arguments: Any) -> tupl
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:8], *output)
     ctx.mark_non_differentiable(output[1])
-    ctx.rest = inputs[8:-1]
+    *scalars, needs, backend, backward_backend = inputs[8:-1]
+    query, local_kv, sparse_kv, _, sink, *_ = ctx.needs_input_grad
+    # Inside torch.vmap whoever called the operator could not see which gradients are needed.
+    found = zip(needs, (query, local_kv, sparse_kv, sink), strict=True)
+    ctx.rest = (*scalars, [a or b for a, b in found], backend, backward_backend)
 
 
 def _backward(ctx: Any, grad_output: Tensor, _grad_lse: Tensor | None) -> tuple[Any, ...]:

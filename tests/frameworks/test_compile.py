@@ -232,6 +232,41 @@ def test_functorch_gradients_are_refused_clearly_and_vmap_is_right() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_vmap_has_gradients_of_what_it_maps(compiled: bool, fixed: bool) -> None:
+    made = inputs(grad=fixed)
+    stacked = torch.stack([made.query.detach(), made.query.detach() * 2]).requires_grad_()
+
+    def call(query: Tensor) -> Tensor:
+        return attention(query, *made[1:], sliding_window_size=3)
+
+    mapped = torch.vmap(call)
+    if compiled:
+        mapped = torch.compile(mapped, fullgraph=True, backend="aot_eager")
+    leaves = [stacked, made.local_kv] if fixed else [stacked]
+    found = torch.autograd.grad(mapped(stacked).sum(), leaves)
+    right = torch.autograd.grad(sum(call(query).sum() for query in stacked), leaves)
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_block_around_a_graph_traced_outside_it_is_not_ignored() -> None:
+    made = inputs()
+    call = torch.compile(partial(attention, sliding_window_size=3), backend="aot_eager")
+    right = call(*made)
+    with use_backend("eager"):  # what it runs anyway
+        assert torch.equal(call(*made), right)
+    with use_backend("attention_gym"), pytest.raises(RuntimeError, match="traced without it"):
+        call(*made)
+    with use_backend("attention_gym"), use_backend(None):
+        assert torch.equal(call(*made), right)
+    torch.compiler.reset()
+    with use_backend("attention_gym"), record_receipts() as receipts:
+        call(*made)
+    assert [receipt.backend for receipt in receipts] == ["attention_gym"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
 def test_autocast_casts_query_and_kv_and_keeps_the_sink(compiled: bool) -> None:
     made = inputs(grad=True)
     call: Any = partial(attention, sliding_window_size=3, return_lse=True)
