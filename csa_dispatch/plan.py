@@ -166,6 +166,12 @@ class Plan:
         Raises:
             ValueError: missing or unknown keys, or a value of the wrong type.
         """
+        keys = ("spec", "forward", "backward", "policy", "why", "versions")
+        lacking = [key for key in keys if key not in data]
+        if lacking:
+            raise ValueError(
+                f"plan data lacks {', '.join(lacking)}; it must be what Plan.to_dict() returns."
+            )
         try:
             spec = dict(data["spec"])
             spec["kind"] = Kind(spec["kind"])

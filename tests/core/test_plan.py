@@ -73,7 +73,7 @@ def test_plan_is_frozen_and_malformed_data_is_refused() -> None:
     data = plan.to_dict()
     for key in ("spec", "forward"):
         less = {name: value for name, value in data.items() if name != key}
-        with pytest.raises(ValueError, match="plan data is malformed"):
+        with pytest.raises(ValueError, match=f"plan data lacks {key}; it must be"):
             Plan.from_dict(less)
     wrong = ({"forward": 5}, {"backward": None}, {"spec": {**data["spec"], "kv_heads": 3}})
     for change in wrong:
