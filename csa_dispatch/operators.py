@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .autograd import Needs
-from .call import Call
+from .call import Call, Gradients
 from .call_spec import spec_of
 from .forcing import Forced, check_reached
 from .policy import current_policy
@@ -46,6 +46,8 @@ def _runner(call: Call, needs_grad: list[bool], backend: str, backward_backend: 
 def attention_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Output and lse."""
     call = Call(*arguments[:_CALL_SIZE])
+    if not call.query.numel():
+        return _empty_output(call.query)
     *routing, check_values = arguments[_CALL_SIZE:]
     if check_values:
         check_values_of(call)
@@ -68,7 +70,11 @@ def _in_memory_order(result: Tensor, like: Tensor) -> Tensor:
 
 @attention_op.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    query: Tensor = arguments[0]
+    return _empty_output(arguments[0])
+
+
+def _empty_output(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and lse without values: all of them where DTensor leaves a rank no head or batch."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=dtype)
 
@@ -86,11 +92,19 @@ def attention_backward_op(
 ) -> tuple[Tensor, ...]:
     """Gradients of query, local_kv, sparse_kv and sink; an empty tensor for each not needed."""
     call = Call(*arguments[:_CALL_SIZE])
-    runner = _runner(call, *arguments[_CALL_SIZE:])
     query, local_kv, sparse_kv, sink = arguments[_CALL_SIZE]
     needs: Needs = (query, local_kv, sparse_kv, sink)
-    gradients = runner.backward(call, output, lse, grad_output, needs)
     inputs = (call.query, call.local_kv, call.sparse_kv, call.attention_sink)
+    if call.query.numel():
+        runner = _runner(call, *arguments[_CALL_SIZE:])
+        gradients = runner.backward(call, output, lse, grad_output, needs)
+    else:
+        gradients = Gradients(
+            *(
+                torch.zeros_like(tensor) if needed and tensor is not None else None
+                for tensor, needed in zip(inputs, needs, strict=True)
+            )
+        )
     return tuple(
         call.query.new_empty(0) if item is None or like is None else _in_memory_order(item, like)
         for item, like in zip(gradients, inputs, strict=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .layouts import LAYOUTS, Layout
+from .tracing import constant_when_traced
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_ROWS = 2**31 - 1
@@ -84,7 +85,10 @@ def validate(
         if value.layout is not torch.strided or value.is_nested:
             kind = "nested" if value.is_nested else f"of layout {value.layout}"
             fail(name, kind, "a dense (strided) tensor")
+    distributed = _is_dtensor(query)
     for name, value in {"local_kv": local_kv, **given}.items():
+        if _is_dtensor(value) != distributed:
+            _mixed(name, value, distributed)
         if value.device != query.device:
             fail(name, f"on {value.device}", f"on query's device, {query.device}")
 
@@ -101,6 +105,30 @@ def validate(
     if attention_sink is not None:
         _attention_sink(attention_sink, query, sizes["H"])
     _documents(cu_seqlens, cu_seqlens_k, doc_ids, sparse_kv, order, sizes)
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    return type(tensor).__name__ == "DTensor"  # its import would cost every program
+
+
+@constant_when_traced
+def _implicit_replication() -> bool:
+    """Whether torch's ``implicit_replication()`` takes plain tensors for replicated ones."""
+    from torch.distributed.tensor import DTensor
+
+    return getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False)
+
+
+def _mixed(name: str, value: Tensor, distributed: bool) -> None:
+    """Refuse ``value``, of which only one of it and the query is a DTensor."""
+    if not distributed:
+        whole = f"distribute_tensor(query, {name}.device_mesh, [Replicate()])"
+        remedy = f"Pass {name}.to_local(), or {whole}."
+        fail(name, "a DTensor", "a plain tensor, as query is", remedy, TypeError)
+    if not _implicit_replication():
+        whole = f"distribute_tensor({name}, query.device_mesh, [Replicate()])"
+        remedy = f"Pass {whole}, with a Replicate() for each dimension of the mesh."
+        fail(name, f"a plain {type(value).__name__}", "a DTensor, as query is", remedy, TypeError)
 
 
 def _scalars(sliding_window_size: int, scale: float | None, compress_ratio: int | None) -> None:

@@ -7,12 +7,18 @@ Registered when attention() first meets a DTensor. On one mesh dimension a call 
   a partial sum. Packed calls have one batch row and cannot be;
 - split by query heads (tensor parallel): query, output and lse are ``Shard(1)``, the sink is
   ``Shard(0)``, indices and documents are replicated. Shared KV is replicated and its gradient a
-  partial sum; KV with several heads is split with the query's heads.
+  partial sum; KV with several heads is split with the query's heads, where each rank then has
+  exactly the KV heads that its query heads read.
+
+A rank may get no head or no batch entry (4 over 3 ranks are 2, 2, 0): see ``operators``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from itertools import combinations
+from math import prod
 from typing import Any
 
 import torch
@@ -54,18 +60,46 @@ class _Plan:
         ]
 
 
+def _pieces(size: int, ranks: Sequence[int]) -> list[int]:
+    """What each rank gets of ``size``, split as torch.chunk does, dimension by dimension."""
+    pieces = [size]
+    for count in ranks:
+        pieces = [
+            max(0, min(step, whole - rank * step))
+            for whole in pieces
+            for step in [-(-whole // count)]
+            for rank in range(count)
+        ]
+    return pieces
+
+
+def heads_line_up(heads: int, groups: int, mesh: Sequence[int]) -> bool:
+    """Whether every rank's query heads read exactly the KV heads that it gets.
+
+    DTensor combines the rules over the mesh's dimensions by itself, so this must hold for each
+    set of dimensions that it may split the heads over: all that have at most ``groups`` ranks.
+    """
+    return all(
+        _pieces(heads, ranks) == [heads // groups * piece for piece in _pieces(groups, ranks)]
+        for count in range(1, len(mesh) + 1)
+        for ranks in combinations(mesh, count)
+        if prod(ranks) <= groups
+    )
+
+
 def _plans(arguments: tuple[Any, ...]) -> list[tuple[_Plan, Placement, Placement]]:
     """Each way to split the call, with the placements of KV's and the sink's gradients."""
     whole, batch, heads = Replicate(), Shard(0), Shard(1)
     found: list[tuple[_Plan, Placement, Placement]] = [
         (_Plan(whole, whole, whole, whole), whole, whole)
     ]
-    local_kv, cu_seqlens = arguments[1], arguments[5]
+    query, local_kv, cu_seqlens = arguments[0], arguments[1], arguments[5]
+    groups = local_kv.shape[1]
     if cu_seqlens is None:
         found.append((_Plan(batch, batch, batch, whole), batch, Partial()))
-    if local_kv.shape[1] == 1:
+    if groups == 1:
         found.append((_Plan(heads, whole, whole, Shard(0)), Partial(), Shard(0)))
-    else:
+    elif heads_line_up(query.shape[1], groups, query.mesh.shape):
         found.append((_Plan(heads, heads, whole, Shard(0)), heads, Shard(0)))
     return found
 

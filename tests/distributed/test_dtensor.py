@@ -1,8 +1,13 @@
-"""DTensor: batch, heads and both, outputs and gradients equal to the single process."""
+"""DTensor: batch, heads and both, outputs and gradients equal to the single process.
+
+Also where ranks get unequal shards or none, and where heads cannot be split.
+"""
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import combinations
+from math import prod
 from typing import Any
 
 import pytest
@@ -10,13 +15,16 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from csa_dispatch import attention
+from csa_dispatch.distributed.sharding import heads_line_up
 from tests.core.probes import inputs
 from tests.distributed.workers import run_processes
 
 WHOLE = Replicate()
 TP = {"query": Shard(1), "kv": WHOLE, "kv_indices": WHOLE, "attention_sink": Shard(0)}
+GROUPED = {**TP, "kv": Shard(1)}
 DP = {"query": Shard(0), "kv": Shard(0), "kv_indices": Shard(0), "attention_sink": WHOLE}
 
 
@@ -26,9 +34,17 @@ def placements(name: str, plans: list[dict[str, Any]]) -> list[Any]:
 
 
 def shard_and_compare(
-    mesh: DeviceMesh, plans: list[dict[str, Any]], groups: int, compiled: bool
+    mesh: DeviceMesh,
+    plans: list[dict[str, Any]],
+    groups: int,
+    compiled: bool = False,
+    *,
+    heads: int = 4,
+    batch: int = 2,
+    gathered: bool = False,
 ) -> None:
-    sizes = {"heads": 4, "groups": groups, "batch": 2, "tokens": 9}
+    """Compare with one process; ``gathered`` when DTensor has to replicate the call."""
+    sizes = {"heads": heads, "groups": groups, "batch": batch, "tokens": 9}
     plain = inputs(grad=True, **sizes)
     call = partial(attention, sliding_window_size=3)
     expected = call(*plain)
@@ -43,8 +59,9 @@ def shard_and_compare(
     step: Any = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
     output = step(*shared.values())
     assert isinstance(output, DTensor)
-    assert list(output.placements) == placements("query", plans)
-    upstream = distribute_tensor(weights, mesh, placements("query", plans))
+    wanted = [WHOLE] * mesh.ndim if gathered else placements("query", plans)
+    assert list(output.placements) == wanted
+    upstream = distribute_tensor(weights, mesh, wanted)
     output.backward(upstream)
     torch.testing.assert_close(output.full_tensor(), expected)
     for name, tensor in plain._asdict().items():
@@ -57,24 +74,99 @@ def shard_and_compare(
 def two_way_cases() -> None:
     mesh = init_device_mesh("cpu", (2,))
     for groups in (1, 4):
-        heads = TP if groups == 1 else {**TP, "kv": Shard(1)}
+        heads = TP if groups == 1 else GROUPED
         for plan in (heads, DP):
             for compiled in (False, True):
                 shard_and_compare(mesh, [plan], groups, compiled)
+    for plan in (TP, GROUPED):  # one and a half KV heads a rank
+        shard_and_compare(mesh, [plan], 3, heads=6, gathered=True)
+    shard_and_compare(mesh, [GROUPED], 3, True, heads=12, gathered=True)
+    shard_and_compare(mesh, [TP], 1, heads=5)
     packed_heads(mesh)
+    mixed_arguments(mesh)
 
 
-def four_way_case() -> None:
-    shard_and_compare(init_device_mesh("cpu", (2, 2)), [DP, TP], 1, False)
+def three_way_cases() -> None:
+    """The third rank gets no head, or no batch entry; then KV heads that divide unevenly."""
+    mesh = init_device_mesh("cpu", (3,))
+    shard_and_compare(mesh, [TP], 1, compiled=True)
+    shard_and_compare(mesh, [TP], 1)
+    shard_and_compare(mesh, [DP], 1, batch=4)
+    shard_and_compare(mesh, [GROUPED], 4)
+    shard_and_compare(mesh, [GROUPED], 5, heads=10)  # 4, 4, 2 heads read 2, 2, 1 KV heads
+    shard_and_compare(mesh, [GROUPED], 4, heads=12, gathered=True)
+
+
+def four_way_cases() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    shard_and_compare(mesh, [DP, TP], 1)
+    shard_and_compare(mesh, [DP, GROUPED], 2)
+    shard_and_compare(mesh, [GROUPED, GROUPED], 6, heads=12, gathered=True)
+    shard_and_compare(init_device_mesh("cpu", (4,)), [GROUPED], 6, heads=12, gathered=True)
 
 
 def test_two_processes_by_batch_or_heads_equal_one() -> None:
-    """Shared KV and a KV head per query head, packed documents, eager and compiled."""
+    """Shared KV, a KV head per query head and fewer, packed documents, eager and compiled."""
     run_processes(2, two_way_cases)
 
 
+def test_three_processes_with_unequal_shards_equal_one() -> None:
+    run_processes(3, three_way_cases)
+
+
 def test_four_processes_by_batch_and_heads_equal_one() -> None:
-    run_processes(4, four_way_case)
+    run_processes(4, four_way_cases)
+
+
+@pytest.mark.parametrize("mesh", [(2,), (3,), (4,), (8,), (2, 2), (3, 2), (2, 3), (2, 2, 2)])
+def test_heads_are_split_only_where_they_line_up_with_kv_heads(mesh: tuple[int, ...]) -> None:
+    """Against torch's own chunks of the KV head that each query head reads."""
+
+    def chunks(tensor: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
+        if not ranks:
+            return [tensor]
+        rest, count = tensor[:0], ranks[0]
+        parts = [*tensor.chunk(count), *[rest] * count][:count]
+        return [piece for part in parts for piece in chunks(part, ranks[1:])]
+
+    def reads_what_it_holds(groups: int, ratio: int, ranks: tuple[int, ...]) -> bool:
+        kv_heads = torch.arange(groups)
+        held, read = chunks(kv_heads, ranks), chunks(kv_heads.repeat_interleave(ratio), ranks)
+        return all(
+            torch.equal(mine.repeat_interleave(ratio), wanted)
+            for mine, wanted in zip(held, read, strict=True)
+        )
+
+    for groups in range(2, 14):
+        # torch does not split a dimension over more ranks than it has elements.
+        possible = [
+            ranks
+            for count in range(1, len(mesh) + 1)
+            for ranks in combinations(mesh, count)
+            if prod(ranks) <= groups
+        ]
+        for ratio in range(1, 6):
+            expected = all(reads_what_it_holds(groups, ratio, ranks) for ranks in possible)
+            assert heads_line_up(groups * ratio, groups, mesh) == expected, (groups, ratio)
+
+
+def mixed_arguments(mesh: DeviceMesh) -> None:
+    """Refused by name, on every rank, unless torch is told to replicate plain tensors."""
+    plain = inputs()._asdict()
+    shared = {name: distribute_tensor(value, mesh, [WHOLE]) for name, value in plain.items()}
+    for name in ("local_kv", "sparse_kv", "kv_indices", "attention_sink"):
+        made = rf"distribute_tensor\({name}, query.device_mesh"
+        with pytest.raises(TypeError, match=rf"^{name} is a plain Tensor.*a DTensor.*{made}"):
+            attention(**{**shared, name: plain[name]})
+        with pytest.raises(TypeError, match=rf"^{name} is a DTensor.*{name}\.to_local"):
+            attention(**{**plain, name: shared[name]})
+    offsets = {"cu_seqlens": torch.tensor([0, 3, 8]), "cu_seqlens_k": torch.tensor([0, 2, 6])}
+    with pytest.raises(TypeError, match=r"^cu_seqlens is a plain Tensor"):
+        attention(**shared, **offsets)
+    with implicit_replication():
+        output = attention(**{**plain, "query": shared["query"]})
+    assert isinstance(output, DTensor)
+    torch.testing.assert_close(output.full_tensor(), attention(**plain))
 
 
 def packed_heads(mesh: DeviceMesh) -> None:
