@@ -30,7 +30,14 @@ _ROUTING = "bool[] needs_grad, str backend, str backward_backend"
 _CALL_SIZE = len(Call._fields)
 
 
-def _runner(call: Call, needs_grad: list[bool], backend: str, backward_backend: str) -> Runner:
+def chosen_runner(
+    call: Call, needs_grad: list[bool], backend: str, backward_backend: str
+) -> Runner:
+    """What the operators run the call with, if they run now.
+
+    Raises:
+        BackendRefused: see ``csa_dispatch.routing.route``.
+    """
     query, local_kv, sparse_kv, sink = needs_grad
     spec = spec_of(call, (query, local_kv, sparse_kv, sink), tracing=True)
     source = "argument, context or environment when traced"
@@ -51,7 +58,7 @@ def attention_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     *routing, check_values = arguments[_CALL_SIZE:]
     if check_values:
         check_values_of(call)
-    runner = _runner(call, *routing)
+    runner = chosen_runner(call, *routing)
     if not routing[1]:
         check_reached(runner.decision.forward)
     output, lse = runner.forward(call)
@@ -96,7 +103,7 @@ def attention_backward_op(
     needs: Needs = (query, local_kv, sparse_kv, sink)
     inputs = (call.query, call.local_kv, call.sparse_kv, call.attention_sink)
     if call.query.numel():
-        runner = _runner(call, *arguments[_CALL_SIZE:])
+        runner = chosen_runner(call, *arguments[_CALL_SIZE:])
         gradients = runner.backward(call, output, lse, grad_output, needs)
     else:
         gradients = Gradients(

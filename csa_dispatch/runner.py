@@ -71,14 +71,22 @@ class Runner:
                 this backward cannot honour them.
         """
         assert self._backward is not None
-        if deterministic_mode() and not self.decision.spec.deterministic:
-            self._require_deterministic()
-        elif torch.is_deterministic_algorithms_warn_only_enabled():
+        self.check_backward()
+        if torch.is_deterministic_algorithms_warn_only_enabled():
             self._warn_if_not_deterministic("backward")
         with outside_autocast(self.decision.spec.device_type):
             gradients = self._backward.backward(call, *saved)
         self._backward_ran.bump()
         return gradients
+
+    def check_backward(self) -> None:
+        """Whether ``backward`` would run now; ranks ask before they send each other anything.
+
+        Raises:
+            BackendRefused: as ``backward``.
+        """
+        if deterministic_mode() and not self.decision.spec.deterministic:
+            self._require_deterministic()
 
     def _not_deterministic(self, direction: str) -> tuple[Reason, ...]:
         spec = self.decision.spec._replace(deterministic=True)

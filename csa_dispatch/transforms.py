@@ -13,7 +13,7 @@ _REFUSED = {
     "Grad": "torch.func.grad, vjp and jacrev",
     "Jvp": "torch.func.jvp and jacfwd",
 }
-
+_OF_OPERATORS = {"Vmap": "torch.vmap", "Functionalize": "torch.func.functionalize"}
 
 _NOTHING = nullcontext()
 
@@ -33,16 +33,20 @@ def transforms_active() -> bool:
     return _functorch_level() is not None or forward_ad._current_level >= 0
 
 
-def refuse_transforms(operation: str = "attention") -> None:
+def refuse_transforms(operation: str = "attention", *, mapped: bool = True) -> None:
     """Raise for the transforms whose result would be wrong or an obscure error.
 
-    ``torch.vmap`` is not refused: the operators run once per mapped element.
+    Args:
+        operation: the function's name, for the message.
+        mapped: whether ``torch.vmap`` and ``functionalize`` apply, as they do to an operator,
+            which ``vmap`` runs once per mapped element.
 
     Raises:
         NotImplementedError: inside torch.func.grad/vjp/jvp or forward-mode AD.
     """
     level = _functorch_level()
-    name = None if level is None else _REFUSED.get(str(level.key()).rpartition(".")[2])
+    refused = _REFUSED if mapped else _REFUSED | _OF_OPERATORS
+    name = None if level is None else refused.get(str(level.key()).rpartition(".")[2])
     if name is None and forward_ad._current_level >= 0:
         name = "forward-mode AD"
     if name is not None:

