@@ -4,7 +4,7 @@ For the same quantised inputs let ``r`` be the float64 oracle's tensor, ``e_plai
 plain eager PyTorch, and ``m`` the elementwise size of the terms behind ``r`` (``magnitudes``). A
 backend's error must satisfy, in the Frobenius norm and in the largest element alike::
 
-    |a - r| <= 2 |e_plain| + u (|r| + c |m|) + u32 ((1 + z) sqrt(n) + sqrt(h)) |m|
+    |a - r| <= 2 |e_plain| + u (|r| + c |m|) + u32 ((1 + z) sqrt(n) |m| + sqrt(h) (|m| + |r|))
 
 - ``u`` is the unit roundoff of the query's dtype, ``eps / 2``: one rounding of the result (at the
   sink's dtype for dsink), one of the probabilities or their derivative before a product.
@@ -15,7 +15,9 @@ backend's error must satisfy, in the Frobenius norm and in the largest element a
 - ``n = D + W + K`` is the reduction length of scores and softmax and ``z`` the largest logit or
   lse: the error of a recomputed ``exp(score - lse)`` relative to itself, ``sqrt`` because rounding
   errors are independent.
-- ``h`` is the number of rows and heads that add up in one element of dkv or dsink.
+- ``h`` is the number of rows and heads that add up in one element of dkv or dsink. Every partial
+  sum is rounded; they grow to ``|m|`` where terms differ in sign, and to ``|r|`` where not, as
+  when one upstream gradient is expanded over all heads.
 
 The share of budget used is the left side over the right; above 1 fails. lse is compared
 absolutely: ``|a - r| <= 2 e_plain + u32 ((1 + z) sqrt(n))`` in the largest element.

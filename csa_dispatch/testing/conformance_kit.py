@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -282,17 +281,7 @@ def expanded_reference(case: Case, device: torch.device) -> Reference:
         attention_sink=spread(made.attention_sink, 0),
         grad_output=spread(made.grad_output, 0, 1, 2, 3),
     )
-    reference = _reference_of(inputs, made.needs_grad)
-    # Budgets take roundings for independent. Those of equal terms are equal, and add up.
-    factor = math.sqrt(case.tokens)
-    wider = {
-        name: target._replace(
-            epsilon_frobenius=factor * target.epsilon_frobenius,
-            epsilon_max=factor * target.epsilon_max,
-        )
-        for name, target in reference.targets.items()
-    }
-    return reference._replace(targets=wider)
+    return _reference_of(inputs, made.needs_grad)
 
 
 def continued_reference(case: Case, device: torch.device) -> Reference:

@@ -121,7 +121,8 @@ def _target(
     dtype = getattr(call, field).dtype
     rounding = _roundoff(call.query.dtype)
     fine = _roundoff(accumulation_dtype(call.query.dtype))
-    exponent = fine * ((1 + sizes.logit) * math.sqrt(_reduction(call)) + math.sqrt(hits))
+    summing = fine * math.sqrt(hits)
+    exponent = fine * (1 + sizes.logit) * math.sqrt(_reduction(call)) + summing
     finite = value.isfinite() & terms.isfinite()
     terms = torch.where(finite, terms, 0.0)
     reference = torch.where(finite, value, 0.0).abs().clamp(min=torch.finfo(dtype).tiny)
@@ -129,7 +130,7 @@ def _target(
 
     def epsilon(norm: Callable[[Tensor], float], factor: float) -> float:
         spread = (factor * rounding + exponent) * norm(terms)
-        return _roundoff(dtype) * norm(reference) + spread
+        return (_roundoff(dtype) + summing) * norm(reference) + spread
 
     return Target(
         name, dtype, value, plain, zero, epsilon(frobenius, tail), epsilon(largest, tail + 1)
