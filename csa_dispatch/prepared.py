@@ -21,6 +21,7 @@ from .transforms import refuse_transforms, transforms_active
 from .validation import validate
 
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
+BHSD = LAYOUTS["BHSD"]
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 dispatch_modes = torch._C._len_torch_dispatch_stack  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -114,7 +115,14 @@ def signature(arguments: Arguments) -> tuple[object, ...]:
         *[
             None
             if tensor is None
-            else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+            else (
+                tensor.shape,
+                # Where contiguous, the strides of what has more than one element follow.
+                True if tensor.is_contiguous() else tensor.stride(),
+                tensor.dtype,
+                tensor.device,
+                tensor.requires_grad,
+            )
             for tensor in arguments[:8]
         ],
         window,
@@ -202,6 +210,8 @@ def run(prepared: Prepared, call: Call) -> tuple[Tensor, Tensor]:
         )
     else:
         output, lse = prepared.runner.forward(call)
+    if prepared.order is BHSD:
+        return output, lse
     return prepared.order.from_output(output), prepared.order.from_lse(lse)
 
 

@@ -37,13 +37,13 @@ class CensusKey(NamedTuple):
 class Counter:
     """Counts runs of one decision's direction; made once, bumped on every call."""
 
-    __slots__ = ("_key", "_receipt")
+    __slots__ = ("_count", "_receipt")
 
     def __init__(self, direction: str, backend: str, spec: Spec) -> None:
         self._receipt = Receipt(direction, backend, spec)
         device = spec.device_type if spec.capability is None else f"sm_{spec.capability}"
         kind = getattr(spec, "kind", None)
-        self._key = CensusKey(
+        key = CensusKey(
             direction,
             backend,
             "none" if kind is None else kind.value,
@@ -53,18 +53,21 @@ class Counter:
             getattr(spec, "head_dim", 0),
             spec.operation,
         )
+        # A cell of the census, so that a run costs no look-up.
+        with _lock:
+            self._count = _census.setdefault(key, [0])
 
     def bump(self) -> None:
         """Count one run; called after the backend returned."""
         with _lock:
-            _census[self._key] = _census.get(self._key, 0) + 1
+            self._count[0] += 1
             if _recorders:
                 for recorder in _recorders:
                     recorder.append(self._receipt)
 
 
 _lock = threading.Lock()
-_census: dict[CensusKey, int] = {}
+_census: dict[CensusKey, list[int]] = {}
 # Process-wide rather than context-local: a CUDA backward runs on the autograd engine's threads.
 _recorders: list[list[Receipt]] = []
 
@@ -85,11 +88,12 @@ def record_receipts() -> Iterator[list[Receipt]]:
 def report() -> dict[CensusKey, int]:
     """The census of the process: how often each backend ran each kind of call, most first."""
     with _lock:
-        items = list(_census.items())
+        items = [(key, count[0]) for key, count in _census.items() if count[0]]
     return dict(sorted(items, key=lambda item: -item[1]))
 
 
 def reset_report() -> None:
     """Start the census afresh."""
     with _lock:
-        _census.clear()
+        for count in _census.values():
+            count[0] = 0

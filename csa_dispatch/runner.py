@@ -17,7 +17,7 @@ from .receipts import Counter
 from .registry import backends
 from .routing import Decision, route
 from .spec import Spec
-from .transforms import outside_autocast
+from .transforms import any_autocast, outside_autocast
 
 CACHE_SIZE = 4096
 
@@ -58,7 +58,10 @@ class Runner:
         """Run the forward; an error of the backend is the caller's to see, never retried."""
         if torch.is_deterministic_algorithms_warn_only_enabled():
             self._warn_if_not_deterministic("forward")
-        with outside_autocast(self.decision.spec.device_type):
+        if any_autocast():
+            with outside_autocast(self.decision.spec.device_type):
+                result = self._forward.forward(call)
+        else:
             result = self._forward.forward(call)
         self._forward_ran.bump()
         return result
