@@ -73,6 +73,9 @@ class SharedAttention(torch.autograd.Function):
             first, first_lse = run_forward(runners[1], seam)
             output = _with_first(output, first[:, :, halo:], way)
             lse = _with_first(lse, first_lse[:, :, halo:], way)
+        elif halo_kv is not None and not way.plain:
+            for nothing in (halo_kv, halo_ids):
+                output = output if nothing is None else _needing(output, nothing)
 
         ctx.save_for_backward(*call[:_TENSORS], halo_kv, halo_ids, output, lse)
         ctx.mark_non_differentiable(lse)
@@ -121,8 +124,9 @@ def _gradients(
     query_seam, local_seam, pool_seam, sink_seam = seam
     came = None
     if halo and needs[1]:
-        # The first rank has no halo to give back, and sends to nobody.
-        back = call.local_kv if local_seam is None else local_seam
+        # The first rank has no halo to give back, and sends to nobody: nothing of what the
+        # backward has, lest a graph's forward receive already.
+        back = saved[2][:, : call.local_kv.shape[1]] if local_seam is None else local_seam
         came = shards.send(back[:, :, :halo].movedim(2, 0), -1)
 
     dropped = halo if shards.rank else 0
@@ -159,6 +163,16 @@ def _with_first(rows: Tensor, first: Tensor, way: Way) -> Tensor:
         return torch.cat((first, rows[:, :, count:]), dim=2)
     rows[:, :, :count] = first
     return rows
+
+
+def _needing(rows: Tensor, nothing: Tensor) -> Tensor:
+    """``rows`` after the no rows that the first rank receives.
+
+    Of a traced forward's messages, those that no result needs would be left to the backward, and
+    the neighbour wait until then for what the first rank sends.
+    """
+    none = nothing.to(rows.dtype).reshape(*rows.shape[:2], 0, rows.shape[3])
+    return torch.cat((none, rows), dim=2)
 
 
 def _plus(one: Tensor, other: Tensor | None) -> Tensor:

@@ -28,8 +28,12 @@ def rows(heads: int = 1, tokens: int = 8) -> Tensor:
 def compile_the_first_call() -> None:
     assert settings._current is None, "something has called before"
     query, local_kv = rows(2), rows()
-    found = compiled(part(query, 2), part(local_kv, 2), sliding_window_size=3)
-    whole = attention(query, local_kv, sliding_window_size=3)
+    ids = torch.arange(8)[None] // 3
+    mine = part(query, 2).requires_grad_(), part(local_kv, 2).requires_grad_()
+    found = compiled(*mine, doc_ids=part(ids, 1), sliding_window_size=3)
+    dist.barrier()  # no rank's forward waits for another's backward
+    found.sum().backward()
+    whole = attention(query, local_kv, doc_ids=ids, sliding_window_size=3)
     torch.testing.assert_close(found, part(whole, 2))
 
 

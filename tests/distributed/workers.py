@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ def _free_port() -> int:
 def _worker(rank: int, world: int, port: int, run: Callable[..., None], extra: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    limit = timedelta(minutes=2)  # of one message
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=limit)
     try:
         run(*extra)
     finally:
