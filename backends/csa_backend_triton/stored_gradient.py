@@ -44,8 +44,9 @@ def stored_gradient(
         grad_pool = operands.pool.new_empty(operands.pool.shape)
     width = columns_at_once(operands, workspace) if slots else operands.head_dim.size
     sums = _sum_bytes(operands, width) if slots else 0
-    room = min(workspace - sums, CHUNK_BYTES)
-    stored = allocate(operands, window, slots, deterministic, room)
+    # Sums that outgrow the workspace leave chunks their share: short ones would take forever.
+    room = max(workspace - sums, workspace * 2 // 5)
+    stored = allocate(operands, window, slots, deterministic, min(room, CHUNK_BYTES))
     rows = WindowRows(upstream, stored, window_tile) if window else None
     for column in range(0, operands.head_dim.size, width):
         columns = slice(column, min(column + width, operands.head_dim.size))

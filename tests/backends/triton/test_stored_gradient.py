@@ -9,6 +9,7 @@ import torch
 from csa_backend_triton import backend, portable_backward, stored_gradient
 from csa_backend_triton.operands import operands_of
 from csa_backend_triton.stored_scores import WORKSPACE_BYTES
+from csa_backend_triton.upstream import Upstream
 from csa_backend_triton.window_rows import keeps_window
 
 from csa_dispatch.call import Call, Kind
@@ -95,3 +96,25 @@ def test_sums_keep_to_the_workspace(pool: int, columns: int) -> None:
     call = Call(row, row, wide, slots, None, None, None, None, 1, None, 1.0)
     found = stored_gradient.columns_at_once(operands_of(call, None), WORKSPACE_BYTES)
     assert found == columns
+
+
+def test_sums_past_the_workspace_leave_chunks_many_tokens() -> None:
+    """A pool whose 64 columns outgrow the workspace is not worked on token by token."""
+    row = torch.empty(1, 64, 4096, 512, device="meta")
+    slots = torch.empty(1, 4096, 64, dtype=torch.int32, device="meta")
+    wide = torch.empty(1, 1, 4_300_000, 512, device="meta")
+    call = Call(row, row[:, :1], wide, slots, None, None, None, None, 128, None, 1.0)
+    upstream = Upstream(operands_of(call, None), row, row[..., 0], row, row[..., 0])
+    chunks: list[int] = []
+
+    def counted(*arguments: object) -> None:
+        chunks.append(arguments[4] - arguments[3])  # type: ignore[operator]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored_gradient, "token_gradient", counted)
+        patch.setattr(stored_gradient.PoolRows, "add", lambda *_: None)
+        patch.setattr(stored_gradient.WindowRows, "advance", lambda *_: None)
+        stored_gradient.stored_gradient(
+            upstream, None, window=True, slots=True, deterministic=False
+        )
+    assert min(chunks) > 256
