@@ -127,6 +127,16 @@ def token_bounds(call: Call) -> TokenBounds | None:
     return TokenBounds(start, torch.minimum(first, end), end)
 
 
+def begun_before(first: int, query: Tensor, sparse_kv: Tensor) -> tuple[Tensor, Tensor]:
+    """cu_seqlens and cu_seqlens_k of one document whose tokens from ``first`` on are the query's.
+
+    Its pool is all of ``sparse_kv``. Nothing waits for the device, as for a tensor made of a list.
+    """
+    end, made = query.shape[2], {"dtype": torch.int32, "device": query.device}
+    offsets = torch.arange(-first, end + 1, end + first, **made)
+    return offsets, torch.arange(2, **made) * sparse_kv.shape[2]
+
+
 def _packed_bounds(call: Call, position: Tensor) -> TokenBounds:
     assert call.cu_seqlens is not None
     offsets = call.cu_seqlens

@@ -7,6 +7,7 @@ follows the policy in force at run time for the rest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,13 +22,13 @@ from .runner import Runner, runner_for
 from .settings import settings
 from .value_checks import check_values as check_values_of
 
-_CALL = (
+CALL_SCHEMA = (
     "Tensor query, Tensor local_kv, Tensor? sparse_kv, Tensor? kv_indices, "
     "Tensor? attention_sink, Tensor? cu_seqlens, Tensor? cu_seqlens_k, Tensor? doc_ids, "
     "SymInt sliding_window_size, SymInt? compress_ratio, float scale"
 )
 _ROUTING = "bool[] needs_grad, str backend, str backward_backend"
-_CALL_SIZE = len(Call._fields)
+CALL_SIZE = len(Call._fields)
 
 
 def chosen_runner(
@@ -48,14 +49,14 @@ def chosen_runner(
 @torch.library.custom_op(
     "csa_dispatch::attention",
     mutates_args=(),
-    schema=f"({_CALL}, {_ROUTING}, bool check_values) -> (Tensor, Tensor)",
+    schema=f"({CALL_SCHEMA}, {_ROUTING}, bool check_values) -> (Tensor, Tensor)",
 )
 def attention_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Output and lse."""
-    call = Call(*arguments[:_CALL_SIZE])
+    call = Call(*arguments[:CALL_SIZE])
     if not call.query.numel():
         return _empty_output(call.query)
-    *routing, check_values = arguments[_CALL_SIZE:]
+    *routing, check_values = arguments[CALL_SIZE:]
     if check_values:
         check_values_of(call)
     runner = chosen_runner(call, *routing)
@@ -90,7 +91,7 @@ def _empty_output(query: Tensor) -> tuple[Tensor, Tensor]:
     "csa_dispatch::attention_backward",
     mutates_args=(),
     schema=(
-        f"(Tensor grad_output, Tensor output, Tensor lse, {_CALL}, {_ROUTING}) "
+        f"(Tensor grad_output, Tensor output, Tensor lse, {CALL_SCHEMA}, {_ROUTING}) "
         "-> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
@@ -98,12 +99,12 @@ def attention_backward_op(
     grad_output: Tensor, output: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     """Gradients of query, local_kv, sparse_kv and sink; an empty tensor for each not needed."""
-    call = Call(*arguments[:_CALL_SIZE])
-    query, local_kv, sparse_kv, sink = arguments[_CALL_SIZE]
+    call = Call(*arguments[:CALL_SIZE])
+    query, local_kv, sparse_kv, sink = arguments[CALL_SIZE]
     needs: Needs = (query, local_kv, sparse_kv, sink)
     inputs = (call.query, call.local_kv, call.sparse_kv, call.attention_sink)
     if call.query.numel():
-        runner = chosen_runner(call, *arguments[_CALL_SIZE:])
+        runner = chosen_runner(call, *arguments[CALL_SIZE:])
         gradients = runner.backward(call, output, lse, grad_output, needs)
     else:
         gradients = Gradients(
@@ -121,11 +122,11 @@ def attention_backward_op(
 @attention_backward_op.register_fake
 def _(grad_output: Tensor, output: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     del grad_output, output, lse
-    call = Call(*arguments[:_CALL_SIZE])
+    call = Call(*arguments[:CALL_SIZE])
     inputs = (call.query, call.local_kv, call.sparse_kv, call.attention_sink)
     return tuple(
         torch.empty_like(tensor) if needed and tensor is not None else call.query.new_empty(0)
-        for tensor, needed in zip(inputs, arguments[_CALL_SIZE], strict=True)
+        for tensor, needed in zip(inputs, arguments[CALL_SIZE], strict=True)
     )
 
 
@@ -139,14 +140,34 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.rest = (*scalars, [a or b for a, b in found], backend, backward_backend)
 
 
+def run_attention_backward(
+    grad_output: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    call: Sequence[Any],
+    needs: Sequence[bool],
+    *names: str,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of query, local_kv, sparse_kv and sink by the operator; None where not needed.
+
+    Args:
+        call: the fields of a Call.
+        needs: which of the four are needed.
+        names: the backends forced for the forward and the backward, or "".
+    """
+    found = torch.ops.csa_dispatch.attention_backward(
+        grad_output, output, lse, *call, list(needs), *names
+    )
+    return tuple(
+        gradient if needed else None for gradient, needed in zip(found, needs, strict=True)
+    )
+
+
 def _backward(ctx: Any, grad_output: Tensor, _grad_lse: Tensor | None) -> tuple[Any, ...]:
     *tensors, output, lse = ctx.saved_tensors
-    found = torch.ops.csa_dispatch.attention_backward(
-        grad_output, output, lse, *tensors, *ctx.rest
-    )
-    needs = ctx.rest[3]
-    query, local_kv, sparse_kv, sink = (
-        gradient if needed else None for gradient, needed in zip(found, needs, strict=True)
+    *scalars, needs, backend, backward_backend = ctx.rest
+    query, local_kv, sparse_kv, sink = run_attention_backward(
+        grad_output, output, lse, (*tensors, *scalars), needs, backend, backward_backend
     )
     return (query, local_kv, sparse_kv, None, sink, *(None,) * 10)
 

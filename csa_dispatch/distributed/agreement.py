@@ -16,18 +16,13 @@ from torch import Tensor
 from csa_dispatch.autograd import Needs
 from csa_dispatch.call import Call
 from csa_dispatch.forcing import Forced
+from csa_dispatch.operators import CALL_SCHEMA, CALL_SIZE
 from csa_dispatch.validation import fail
 from csa_dispatch.value_checks import check_values
 
 from .exchange import Shards
 
 _CHECKED = ("kv_indices", "cu_seqlens", "cu_seqlens_k", "doc_ids")
-_CALL = (
-    "Tensor query, Tensor local_kv, Tensor? sparse_kv, Tensor? kv_indices, "
-    "Tensor? attention_sink, Tensor? cu_seqlens, Tensor? cu_seqlens_k, Tensor? doc_ids, "
-    "SymInt sliding_window_size, SymInt? compress_ratio, float scale"
-)
-_CALL_SIZE = len(Call._fields)
 
 
 def checked_together(call: Call, needs: Needs, forced: Forced, shards: Shards) -> Call:
@@ -47,12 +42,13 @@ def checked_together(call: Call, needs: Needs, forced: Forced, shards: Shards) -
     "csa_dispatch::check_shared",
     mutates_args=(),
     schema=(
-        f"({_CALL}, bool[] needs_grad, str backend, str backward_backend, str group) -> Tensor[]"
+        f"({CALL_SCHEMA}, bool[] needs_grad, str backend, str backward_backend, str group) "
+        "-> Tensor[]"
     ),
 )
 def check_shared_op(*arguments: Any) -> list[Tensor]:
     """Copies of the tensors that hold values to check."""
-    call, (*described, name) = Call(*arguments[:_CALL_SIZE]), arguments[_CALL_SIZE:]
+    call, (*described, name) = Call(*arguments[:CALL_SIZE]), arguments[CALL_SIZE:]
     resolve = dist.distributed_c10d._resolve_process_group  # pyright: ignore
     shards = Shards(resolve(name))
     try:
@@ -66,7 +62,7 @@ def check_shared_op(*arguments: Any) -> list[Tensor]:
 
 @check_shared_op.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    return [torch.empty_like(tensor) for tensor in _tensors(Call(*arguments[:_CALL_SIZE]))]
+    return [torch.empty_like(tensor) for tensor in _tensors(Call(*arguments[:CALL_SIZE]))]
 
 
 def _tensors(call: Call) -> list[Tensor]:

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from csa_dispatch.autograd import Needs
-from csa_dispatch.call import Call, Kind
+from csa_dispatch.call import Call, Kind, begun_before
 from csa_dispatch.call_spec import spec_of
 from csa_dispatch.forcing import Forced
-from csa_dispatch.operators import attention_op, chosen_runner
+from csa_dispatch.operators import attention_op, chosen_runner, run_attention_backward
 from csa_dispatch.policy import current_policy
 from csa_dispatch.runner import Runner, runner_for
 from csa_dispatch.settings import settings
@@ -59,11 +59,9 @@ class _Operators:
     def backward(
         self, call: Call, output: Tensor, lse: Tensor, grad_output: Tensor, needs: Needs
     ) -> Found:
-        found = torch.ops.csa_dispatch.attention_backward(
-            grad_output, output, lse, *call, *self.routing
-        )
-        query, local, pool, sink = (
-            gradient if needed else None for gradient, needed in zip(found, needs, strict=True)
+        _, *names = self.routing
+        query, local, pool, sink = run_attention_backward(
+            grad_output, output, lse, call, needs, *names
         )
         return query, local, pool, sink
 
@@ -111,11 +109,7 @@ def _placed(call: Call, first: int) -> Call:
     if call.kind is not Kind.DENSE or first == 0:
         return call
     assert call.sparse_kv is not None
-    device, entries = call.sparse_kv.device, call.sparse_kv.shape[2]
-    # Two numbers each, by arange: a tensor made from a list would wait for the device.
-    offsets = torch.arange(-first, rows + 1, rows + first, dtype=torch.int32, device=device)
-    step = max(entries, 1)
-    pool_offsets = torch.arange(2, dtype=torch.int32, device=device) * min(step, entries)
+    offsets, pool_offsets = begun_before(first, call.query, call.sparse_kv)
     return call._replace(cu_seqlens=offsets, cu_seqlens_k=pool_offsets)
 
 

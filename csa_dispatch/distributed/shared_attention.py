@@ -17,6 +17,7 @@ from torch.distributed._functional_collectives import wait_tensor
 
 from csa_dispatch.autograd import Once
 from csa_dispatch.call import Call
+from csa_dispatch.operators import CALL_SIZE
 
 from .exchange import Shards, exact
 from .local_calls import (
@@ -31,7 +32,6 @@ from .local_calls import (
     seam_call,
 )
 
-_CALL_SIZE = len(Call._fields)
 _TENSORS = 8
 """Fields of a Call that are tensors; they come first."""
 
@@ -45,7 +45,7 @@ class SharedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        call, (shards, way) = Call(*arguments[:_CALL_SIZE]), arguments[_CALL_SIZE:]
+        call, (shards, way) = Call(*arguments[:CALL_SIZE]), arguments[CALL_SIZE:]
         halo = halo_of(call, shards)
         pool, halo_kv, halo_ids = call.sparse_kv, None, None
         gathered = pool is not None and pool.numel() > 0 and shards.count > 1

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..api import attention
+from ..call import begun_before
 from ..prepared import Arguments, autocast_arguments
 from ..transforms import any_autocast
 from ..validation import MAX_ROWS, fail, validate
@@ -128,10 +129,7 @@ def _padded(
     offsets = offsets_k = None
     rows = [slice(None)]
     if sparse_kv is not None and kv_indices is None and first:
-        # Two offsets each, by arange: a tensor made from a list would wait for the device.
-        end, made = query.shape[2], {"dtype": torch.int32, "device": query.device}
-        offsets = torch.arange(-first, end + 1, end + first, **made)
-        offsets_k = torch.arange(2, **made) * sparse_kv.shape[2]
+        offsets, offsets_k = begun_before(first, query, sparse_kv)
         rows = [slice(row, row + 1) for row in range(query.shape[0])]
     outputs = [
         attention(
