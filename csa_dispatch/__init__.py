@@ -20,7 +20,7 @@ from .plan import Plan, resolve
 from .policy import Policy, load_policy, use_policy
 from .reasons import BackendRefused, Reason
 from .receipts import Receipt, record_receipts, report, reset_report
-from .recompute import enable_autograd
+from .recompute import enable_autograd, plain_dispatch
 from .registry import backends, register_backend, unregister_backend
 from .routing import Decision, FallbackWarning
 from .settings import reload_settings
@@ -68,6 +68,7 @@ __all__ = [
     "entry_table",
     "explain",
     "load_policy",
+    "plain_dispatch",
     "record_receipts",
     "register_backend",
     "reload_settings",

@@ -15,13 +15,14 @@ from __future__ import annotations
 import math
 import warnings
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._python_dispatch import _disable_current_modes
 
-from csa_dispatch import Call, Gradients, enable_autograd
+from csa_dispatch import Call, Gradients, enable_autograd, plain_dispatch
 
 from .masks import block_mask_for, padded
 from .rows import Rows, build_rows
@@ -39,8 +40,9 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     output = torch.empty_like(call.query)
     spans = spans_of(call)
     rows, seen = build_rows(call, spans), _seen(spans)
-    with torch.no_grad():
-        result, lse = _run(call, spans, _query(call, seen), rows.table)
+    query, mask = _query(call, seen), block_mask_for(call, spans)
+    with plain_dispatch(), torch.no_grad():
+        result, lse = _run(query, rows.table, mask, call.scale)
     total = torch.where(seen, lse, -math.inf)
     if call.attention_sink is not None:
         sink = call.attention_sink.detach().to(lse.dtype)[:, None]
@@ -74,10 +76,11 @@ def backward(
     wanted = [tensor for tensor, need in ((query, needs[0]), (table, any(needs[1:3]))) if need]
     found = iter(())
     if wanted:
+        mask = block_mask_for(call, spans)
         with enable_autograd():
             for tensor in wanted:
                 tensor.requires_grad_()
-            results = _run(call, spans, query, table)
+            results = _run(query, table, mask, call.scale)
             found = iter(torch.autograd.grad(results, wanted, (grad_result, share * delta)))
     grad_query = next(found).masked_fill(odd[..., None], math.nan) if needs[0] else None
     local, pool = (None, None)
@@ -104,19 +107,19 @@ def _split(
     return local, pool
 
 
-def _run(call: Call, spans: Spans, query: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+def _run(query: Tensor, table: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
     """FlexAttention's output and lse, without the sink."""
-    mask = block_mask_for(call, spans)
-    if query.is_cuda:
-        with torch._dynamo.config.patch(recompile_limit=RECOMPILES):
-            return _compiled()(query, table, mask, call.scale)
-    with warnings.catch_warnings():
+    # What a dispatch mode sees is not compiled.
+    with _disable_current_modes(), warnings.catch_warnings():
+        if query.is_cuda:
+            with torch._dynamo.config.patch(recompile_limit=RECOMPILES):
+                return _compiled()(query, table, mask, scale)
         # It warns that it is not compiled; on a CPU lse comes only so.
         warnings.simplefilter("ignore")
-        return _flex(query, table, mask, call.scale)
+        return _flex(query, table, mask, scale)
 
 
-def _flex(query: Tensor, table: Tensor, mask: Any, scale: float) -> tuple[Tensor, Tensor]:
+def _flex(query: Tensor, table: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
     output, aux = flex.flex_attention(
         query,
         table,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from csa_dispatch import (
-    FALSE,
     Availability,
     Backend,
     Between,
@@ -80,14 +79,11 @@ FORWARD = Capabilities(
     dtype=OneOf(("float64", "float32", "bfloat16", "float16")),
     device_type=OneOf(("cpu", "cuda"), others=("meta",)),
     head_dim=Between(16, 512),
-    # Under dispatch modes it is not compiled, and then writes down all scores or fails.
-    tracing=FALSE,
     predicates=(scores_fit, triton_on_cuda, compiled_sizes, addresses_fit),
     remedies=(
         ("kind", "Use triton or eager: no static mask says what indices select."),
         ("device_type", "Use eager."),
         ("head_dim", "Use triton or eager."),
-        ("tracing", "Use triton or eager."),
     ),
 )
 BACKWARD = dataclasses.replace(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from csa_dispatch import Call
+from csa_dispatch import Call, plain_dispatch
 
 from .spans import Span, Spans, spans_of
 
@@ -36,9 +36,9 @@ def padded(rows: int) -> int:
 
 def block_mask_for(call: Call, spans: Spans) -> BlockMask:
     """The BlockMask of a call, kept by shape and device unless documents decide it."""
-    if call.cu_seqlens is not None or call.doc_ids is not None:
-        return build_block_mask(spans, _pool_rows(call))
     query, pool = call.query, call.sparse_kv
+    if call.cu_seqlens is not None or call.doc_ids is not None or not _lasting(query):
+        return build_block_mask(spans, _pool_rows(call))
     key = (
         query.device,
         query.shape[2],
@@ -55,6 +55,19 @@ def block_mask_for(call: Call, spans: Spans) -> BlockMask:
                 _masks.popitem(last=False)
         _masks.move_to_end(key)
     return found
+
+
+def _lasting(query: Tensor) -> bool:
+    """Whether a tensor may outlive the call, or be an earlier call's.
+
+    Not in operators, since CUDA graphs may hold them: a graph has memory of its own, and reads
+    whatever it read once at every replay. Nor in inference mode, whose tensors no backward
+    takes. Both exclude autograd.
+    """
+    autograd = torch._C.DispatchKey.AutogradFunctionality
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(autograd):
+        return False
+    return not (query.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def forget_masks() -> None:
@@ -79,13 +92,14 @@ def build_block_mask(spans: Spans, pool_rows: int) -> BlockMask:
         )
     partial = _ordered(touched & ~whole)
     full = _ordered(whole)
-    return BlockMask.from_kv_blocks(
-        *partial,
-        *full,
-        BLOCK_SIZE=BLOCK,
-        mask_mod=_mask_mod(spans, first),
-        seq_lengths=(tokens, first + pool_rows),
-    )
+    with plain_dispatch():  # it uses vmap
+        return BlockMask.from_kv_blocks(
+            *partial,
+            *full,
+            BLOCK_SIZE=BLOCK,
+            mask_mod=_mask_mod(spans, first),
+            seq_lengths=(tokens, first + pool_rows),
+        )
 
 
 def _blocks(span: Span, blocks: int, rows: int) -> tuple[Tensor, Tensor]:

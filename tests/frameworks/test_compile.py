@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,12 +28,33 @@ from csa_dispatch import (
 from csa_dispatch.policy import parse_policy
 from tests.core.probes import inputs
 
-BACKENDS = ["eager", "attention_gym"]
+BACKENDS = ["eager", "attention_gym", "flex"]
 
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> None:
     torch._dynamo.reset()
+
+
+def call_of(backend: str) -> Callable[..., Any]:
+    """``attention()`` of ``inputs()`` by a backend, in a kind it has."""
+
+    def dense(query: Tensor, local_kv: Tensor, pool: Tensor, _: Tensor, sink: Tensor) -> Any:
+        return attention(
+            query,
+            local_kv,
+            pool,
+            None,
+            sink,
+            sliding_window_size=4,
+            compress_ratio=3,
+            return_lse=True,
+            backend=backend,
+            backward_backend="eager",
+        )
+
+    gather = partial(attention, sliding_window_size=4, return_lse=True, backend=backend)
+    return dense if backend == "flex" else gather
 
 
 def grads(tensors: Any) -> list[Tensor | None]:
@@ -45,27 +67,26 @@ def test_whole_graph_forward_and_backward_at_three_lengths(
     backend: str, dynamic: bool | None
 ) -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    call = partial(attention, sliding_window_size=4, backend=backend)
+    call = call_of(backend)
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=counter)
     for tokens in (33, 47, 64):
         traced = inputs(tokens=tokens, pool=tokens // 3, grad=True)
         plain = inputs(tokens=tokens, pool=tokens // 3, grad=True)
-        output, expected = compiled(*traced), call(*plain)
+        (output, lse), (expected, expected_lse) = compiled(*traced), call(*plain)
         (output**2).sum().backward()
         (expected**2).sum().backward()
-        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close((output, lse), (expected, expected_lse))
         for got, wanted in zip(grads(traced), grads(plain), strict=True):
             torch.testing.assert_close(got, wanted)
     assert counter.frame_count <= (1 if dynamic else 2)
 
 
-def test_inductor_gives_the_same_results() -> None:
+@pytest.mark.parametrize("backend", ["eager", "flex"])
+def test_inductor_gives_the_same_results(backend: str) -> None:
     traced, plain = inputs(grad=True), inputs(grad=True)
-    compiled = torch.compile(
-        lambda *made: attention(*made, sliding_window_size=4, return_lse=True), fullgraph=True
-    )
+    compiled = torch.compile(call_of(backend), fullgraph=True)
     output, lse = compiled(*traced)
-    expected, expected_lse = attention(*plain, sliding_window_size=4, return_lse=True)
+    expected, expected_lse = call_of(backend)(*plain)
     output.sum().backward()
     expected.sum().backward()
     torch.testing.assert_close((output, lse), (expected, expected_lse))

@@ -5,7 +5,8 @@
 Groups: compile (torch.compile, forward and backward, static, dynamic and twenty packed layouts),
 graphs (CUDA graphs, plain and mode="reduce-overhead", offsets changed between replays), waits
 (nothing waits for the device), repeats (bitwise repeatability, and what a document's neighbours
-change), autocast. Prints a line a check and exits 1 if any failed.
+change), autocast. Prints a line a check and exits 1 if any failed. Calls gather by index, those of
+flex see all compressed entries.
 """
 
 from __future__ import annotations
@@ -70,6 +71,13 @@ def upstream(output: Tensor) -> Tensor:
     return weights.expand(output.shape).contiguous()
 
 
+def seen_entries(backend: str, indices: Tensor | None) -> dict[str, Any]:
+    """How a call says what it sees of the pool: no static mask says what indices select."""
+    if backend == "flex" or indices is None:
+        return {"compress_ratio": 2}
+    return {"kv_indices": indices}
+
+
 def step_of(backend: str, **scalars: Any) -> Step:
     """Forward and backward in one function: output and the gradients of its four leaves."""
 
@@ -77,8 +85,9 @@ def step_of(backend: str, **scalars: Any) -> Step:
              *offsets: Tensor) -> list[Tensor]:  # fmt: skip
         packed = dict(zip(("cu_seqlens", "cu_seqlens_k"), offsets, strict=False))
         output = attention(
-            query, local_kv, pool, indices, sink, **packed, backend=backend, **scalars
-        )
+            query, local_kv, pool, attention_sink=sink, backend=backend,
+            **seen_entries(backend, indices), **packed, **scalars,
+        )  # fmt: skip
         leaves = [query, local_kv, pool, sink]
         return [output, *torch.autograd.grad(output, leaves, upstream(output))]
 
@@ -120,8 +129,8 @@ def call_forward(backend: str) -> Callable[..., Tensor]:
                 *offsets: Tensor) -> Tensor:  # fmt: skip
         packed = dict(zip(("cu_seqlens", "cu_seqlens_k"), offsets, strict=False))
         output = attention(
-            query * 1, local_kv, pool, indices, sink, **packed, backend=backend,
-            sliding_window_size=5,
+            query * 1, local_kv, pool, attention_sink=sink, backend=backend,
+            sliding_window_size=5, **seen_entries(backend, indices), **packed,
         )  # fmt: skip
         return output * 2
 
@@ -229,6 +238,9 @@ def graph_compiled(backend: str) -> str:
             found = run_compiled(compiled, made, *offsets)
             wanted = run_compiled(call_forward(backend), made, *offsets)
             near(covered(found, offsets[0]), covered(wanted, offsets[0]))
+    for _ in range(3):  # no documents, and plain calls in between
+        torch.compiler.cudagraph_mark_step_begin()
+        near(run_compiled(compiled, made), run_compiled(call_forward(backend), made))
     skipped = counters["inductor"]["cudagraph_skips"]
     assert not skipped, f"cudagraphs skipped {skipped} times"
     return "cudagraphs not skipped"
@@ -236,29 +248,25 @@ def graph_compiled(backend: str) -> str:
 
 def waits(backend: str) -> str:
     """No kind, packed or not, plain or compiled, waits for the device."""
-    kinds = {
-        "gather": (step_of(backend, sliding_window_size=5), True),
-        "dense": (step_of(backend, sliding_window_size=5, compress_ratio=2), False),
-    }
-    ran = []
+    step = step_of(backend, sliding_window_size=5)
+    ran = 0
     for sizes in ({}, V4):
         made = tensors(**sizes)
         tokens, pool = made[0].shape[2], made[2].shape[2]
         packed = [offsets_of(0, 3, tokens), offsets_of(0, 1, pool)]
-        for name, (step, gathers) in kinds.items():
-            arguments = made if gathers else [*made[:4], None]
+        for indices in [None] if backend == "flex" else [made[4], None]:
             for offsets in ([], packed):
-                step(*arguments, *offsets)
+                step(*made[:4], indices, *offsets)
                 with no_waiting():
-                    step(*arguments, *offsets)
-                ran.append(name)
+                    step(*made[:4], indices, *offsets)
+                ran += 1
     torch._dynamo.reset()
     made = tensors()
     compiled = torch.compile(call_forward(backend), fullgraph=True, backend="aot_eager")
     run_compiled(compiled, made)
     with no_waiting():
         run_compiled(compiled, made)
-    return f"{len(ran)} calls and a compiled one"
+    return f"{ran} calls and a compiled one"
 
 
 def repeats(backend: str) -> str:
@@ -271,8 +279,7 @@ def repeats(backend: str) -> str:
             for _ in range(9):
                 assert bits_equal(step(*made), first), sizes
     made = tensors(batch=3)
-    output = attention(made[0], made[1], made[2], made[4], made[3], sliding_window_size=5,
-                       backend=backend)  # fmt: skip
+    output = call_forward(backend)(*made)
     with deterministic():  # switched on between forward and backward
         runs = [torch.autograd.grad(output.sum(), made[:4], retain_graph=True) for _ in range(3)]
     assert all(bits_equal(list(run), list(runs[0])) for run in runs)
@@ -333,7 +340,7 @@ def autocast(backend: str) -> str:
         if compiled:
             call = torch.compile(call, fullgraph=True, backend="aot_eager")
         with torch.autocast("cuda", dtype=torch.bfloat16), record_receipts() as receipts:
-            output, lse = call(made[0], made[1], made[2], made[4], made[3])
+            output, lse = call(*made[:3], attention_sink=made[3], **seen_entries(backend, made[4]))
             gradients = torch.autograd.grad(output.sum(), made[:4])
         assert (output.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
         assert {gradient.dtype for gradient in gradients} == {torch.float32}

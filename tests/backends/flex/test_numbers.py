@@ -126,7 +126,6 @@ def test_on_cuda_it_runs_both_directions(kind: Kind):
         ("sm_90", {"head_dim": 80}, "head_dim"),
         ("sm_90", {"head_dim": 512, "dtype": "float32"}, "head_dim"),
         ("sm_90", {"tokens": 2**17}, "addresses_fit"),
-        ("sm_90", {"tracing": True}, "tracing"),
         ("sm_90", {"kind": Kind.GATHER, "pool": 8, "slots": 4}, "kind"),
     ],
 )
