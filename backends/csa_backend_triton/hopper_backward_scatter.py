@@ -2,12 +2,12 @@
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 """The scatter warpgroup of the Hopper backward: dKV of one key block, added to fp32 rows.
 
-For each 64-column chunk c of a block of 64 keys it computes, by wgmma,
+For each 64-column piece c of a block of 64 keys it computes, by wgmma,
 
     A [64 keys, 64 columns] = P^T dO[:, c] + dS^T Q[:, c]
 
-and adds A's rows to the buffer's rows of their keys with 16-byte vector reductions, one chunk's
-reductions running under the next chunk's wgmma. Rows of unused slots are predicated off.
+and adds A's rows to the buffer's rows of their keys with 16-byte vector reductions, one piece's
+reductions running under the next piece's wgmma. Rows of unused slots are predicated off.
 
 The accumulator holds, per row, columns 8 i + 2 q + e (i = 0..7, e = 0, 1) in lane q of a quad.
 Each lane's four values of i = 2 g, 2 g + 1 form one 16-byte element, stored at floats
@@ -30,8 +30,8 @@ from .gluon_compat import (
 )
 
 KEYS = gl.constexpr(64)
-CHUNK = gl.constexpr(64)
-CHUNKS = gl.constexpr(8)
+PIECE = gl.constexpr(64)
+PIECES = gl.constexpr(8)
 WIDTH = gl.constexpr(512)
 
 TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -52,7 +52,7 @@ QUADS = gl.constexpr(
 def _reduction_asm() -> str:
     """Add one row's 64 columns of an even and an odd row.
 
-    Operands: $1 base pointer of the chunk, $2 and $3 float offsets of the even and the odd row
+    Operands: $1 base pointer of the piece, $2 and $3 float offsets of the even and the odd row
     (negative: unused), $4 whether this lane's own row is the odd one, $5.. this lane's four
     elements of four floats, in memory order.
     """
@@ -155,11 +155,11 @@ def _row_offsets(
 
 
 @gluon.jit
-def _chunk_products(shared, p, ds, zero, nothing, C: gl.constexpr):
-    """The C-th chunk's A, as an unfinished wgmma."""
-    part = shared.do.index(zero).slice(C * CHUNK, CHUNK, dim=1)
+def _piece_products(shared, p, ds, zero, nothing, C: gl.constexpr):
+    """The C-th piece's A, as an unfinished wgmma."""
+    part = shared.do.index(zero).slice(C * PIECE, PIECE, dim=1)
     tile = warpgroup_mma(p, part, nothing, use_acc=False, is_async=True)
-    part = shared.q.index(zero).slice(C * CHUNK, CHUNK, dim=1)
+    part = shared.q.index(zero).slice(C * PIECE, PIECE, dim=1)
     return warpgroup_mma(ds, part, tile, is_async=True)
 
 
@@ -179,7 +179,7 @@ def scatter(
     quad = gl.arange(0, 4, layout=gl.SliceLayout(0, QUADS))
     lane = ((row & 1) * 16)[:, None] + (quad * 4)[None, :]
     odd = (row & 1)[:, None] + (quad * 0)[None, :]
-    nothing = gl.zeros([KEYS, CHUNK], gl.float32, layout=TILE)
+    nothing = gl.zeros([KEYS, PIECE], gl.float32, layout=TILE)
     block = 0
     count = 0
     for item in range(gl.program_id(0), walk.items, gl.num_programs(0)):
@@ -207,19 +207,19 @@ def scatter(
             ds = shared.ds.index(0).permute((1, 0))
             # A run-time zero: without it ptxas hoists every tile's descriptors and spills them.
             zero = block >> 28
-            previous = _chunk_products(shared, p, ds, zero, nothing, 0)
-            for c in gl.static_range(1, CHUNKS):
-                tile = _chunk_products(shared, p, ds, zero, nothing, c)
+            previous = _piece_products(shared, p, ds, zero, nothing, 0)
+            for c in gl.static_range(1, PIECES):
+                tile = _piece_products(shared, p, ds, zero, nothing, c)
                 done = warpgroup_mma_wait(2, deps=[previous])
                 if PARTS == 4 and c % 2 == 0:
                     last = j == blocks - 1
                     mbarrier.arrive(shared.qdo_empty.index(c // 2 - 1), count=1, pred=last)
-                place = base + (c - 1) * CHUNK * 4
+                place = base + (c - 1) * PIECE * 4
                 add_rows(done, place, even_offset, odd_offset, odd)
                 previous = tile
             done = warpgroup_mma_wait(0, deps=[previous])
             mbarrier.arrive(shared.p_empty.index(0), count=1)
             mbarrier.arrive(shared.qdo_empty.index(PARTS - 1), count=1, pred=j == blocks - 1)
-            add_rows(done, base + (WIDTH - CHUNK) * 4, even_offset, odd_offset, odd)
+            add_rows(done, base + (WIDTH - PIECE) * 4, even_offset, odd_offset, odd)
             block += 1
         count += (blocks > 0).to(gl.int32)

@@ -24,7 +24,7 @@ from .gluon_compat import (
 from .hopper_backward_scatter import KEYS, QUADS, WIDTH, in_memory_order
 
 CHUNK = gl.constexpr(128)
-TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+WIDE_TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 
 def _store_asm() -> str:
@@ -69,7 +69,7 @@ def store(walk, shared, ROWS_OUT, places, window_blocks):
     row = gl.arange(0, KEYS, layout=gl.SliceLayout(1, QUADS))
     quad = gl.arange(0, 4, layout=gl.SliceLayout(0, QUADS))
     lane = (row * WIDTH)[:, None] + (quad * 4)[None, :]
-    nothing = gl.zeros([KEYS, CHUNK], gl.float32, layout=TILE)
+    nothing = gl.zeros([KEYS, CHUNK], gl.float32, layout=WIDE_TILE)
     block = 0
     count = 0
     for item in range(gl.program_id(0), walk.items, gl.num_programs(0)):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .cache_keys import settle_key
 from .interpreter import install, is_interpreted
 
 if is_interpreted():
@@ -108,6 +109,7 @@ def launch(
         constants["maxnreg"] = registers
     session = _compilation.get()
     if session is not None:
+        settle_key(kernel)
         compiled = kernel.warmup(*arguments, grid=grid, num_warps=warps, **constants)
         session.kernels.append((kernel.__name__, {"warps": warps, **constants}, compiled))
         return
@@ -135,11 +137,13 @@ def _start(
         for item in arguments
     ]
     device = torch.cuda.current_device()
-    key = (kernel, device, warps, tuple(constants.items()), tuple(described))
+    # Its id: a kernel's hash is its key in the cache, which Triton may yet have to work out.
+    key = (id(kernel), device, warps, tuple(constants.items()), tuple(described))
     ready = _ready.get(key)
     if ready is not None:
         ready.compiled[(*grid, 1, 1)[:3]](*arguments, *ready.constants)
         return
+    settle_key(kernel)
     compiled = kernel[grid](*arguments, num_warps=warps, **constants)
     rest = kernel.arg_names[len(arguments) :]
     # An interpreted kernel is not compiled; one with defaults has values unknown here.
