@@ -9,6 +9,14 @@ by their index or, when a walk is ``dense``, one after another: slot i is row po
 
 from .gluon_compat import aggregate, gl, gluon, mbarrier
 
+SPAN = gl.constexpr(1024)
+"""Rows that programs are spread over at a time.
+
+Neighbouring tokens add to the same rows of the window's gradient, so programs keep apart; but the
+rows they add to together must leave L2 to the pool's sums. Measured on an H200, backward at
+T=131072 against programs spread over all rows: 0.90 of the time, window only 0.79.
+"""
+
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
@@ -183,7 +191,7 @@ class Walk:
 
     @gluon.jit
     def spread(self, item):
-        """Row and first head of an item: neighbours are 1/128 of all rows from each other.
+        """Row and first head of an item: neighbours are 1/128 of SPAN rows from each other.
 
         With a first row they are visited in natural order.
         """
@@ -191,8 +199,11 @@ class Walk:
             at, first_head = self.natural(item)
             return at + self.first_row, first_head
         i = item % self.rows
+        start = i // SPAN * SPAN
+        count = gl.minimum(self.rows - start, SPAN)
+        i -= start
         group = i % 128
-        row = group * (self.rows // 128) + gl.minimum(group, self.rows % 128) + i // 128
+        row = start + group * (count // 128) + gl.minimum(group, count % 128) + i // 128
         return row, item // self.rows * 64
 
     @gluon.jit

@@ -5,7 +5,8 @@ prints a line for each case that fails, and how many passed.
 
     python emulate_kernels.py [NUMBER ...]
 
-NUMBER selects cases of ``CASES``.
+NUMBER selects cases of ``CASES``. ``emulate_kernels.py spread`` instead prints the rows and first
+heads of 2500 rows' items, two head blocks each, in the order in which the backward takes them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from csa_backend_triton import (  # noqa: E402
     hopper_narrow_forward,
     hopper_operands,
     hopper_ordered,
+    hopper_tiles,
     launching,
 )
 
@@ -151,6 +153,13 @@ CASES = [
 ]
 
 
+def print_spread() -> None:
+    rows = 2500
+    walk = hopper_tiles.Walk(None, None, 0, 0, 128, rows, 0, rows, 2 * rows, None, False)
+    for item in range(2 * rows):
+        print(*map(int, walk.spread(item)))
+
+
 def main(numbers: list[str]) -> None:
     torch.set_num_threads(1)
     stand_in()
@@ -165,4 +174,4 @@ def main(numbers: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    print_spread() if sys.argv[1:] == ["spread"] else main(sys.argv[1:])

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,18 +17,35 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
 
-@pytest.mark.parametrize("numbers", [range(12), range(12, 25)], ids=["first", "others"])
-def test_small_calls_agree_with_the_oracle(numbers: range) -> None:
+def emulate(*arguments: object) -> str:
+    """What ``emulate_kernels`` prints."""
     places = os.pathsep.join(map(str, (ROOT, ROOT / "backends")))
     run = subprocess.run(
-        [sys.executable, str(HERE / "emulate_kernels.py"), *map(str, numbers)],
+        [sys.executable, str(HERE / "emulate_kernels.py"), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": places, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         timeout=540,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout == f"passed {len(numbers)}\n"
+    return run.stdout
+
+
+@pytest.mark.parametrize("numbers", [range(12), range(12, 25)], ids=["first", "others"])
+def test_small_calls_agree_with_the_oracle(numbers: range) -> None:
+    assert emulate(*numbers) == f"passed {len(numbers)}\n"
+
+
+def test_items_are_spread_over_a_span_at_a_time() -> None:
+    items = [tuple(map(int, line.split())) for line in emulate("spread").splitlines()]
+    assert sorted(items) == [(row, head) for row in range(2500) for head in (0, 64)]
+    rows = [row for row, _ in items]
+    for start in (0, 1024):
+        assert sorted(rows[start : start + 1024]) == list(range(start, start + 1024))
+        assert rows[start : start + 128] == list(range(start, start + 1024, 8))
+    last = rows[2048:2500]
+    assert sorted(last) == list(range(2048, 2500))
+    assert min(abs(a - b) for a, b in pairwise(last[:128])) >= 3
 
 
 def squares_are_right(early: bool = False, silent: bool = False) -> bool:
