@@ -104,7 +104,7 @@ class FlexBackend(Backend):
     summary = "torch FlexAttention (no backward on a CPU)"
     forward_capabilities = FORWARD
     backward_capabilities = BACKWARD
-    evidence = "CPU; SM90 in bfloat16: verified; else contract-tested"
+    evidence = "CPU; SM90: verified; else contract-tested"
 
     def probe(self) -> Availability:
         version = f"torch {torch.__version__}"

@@ -152,6 +152,7 @@ def attention_gym() -> bool:
 
     base = {"dtype": "bfloat16", "heads": 64, "tokens": 150, "head_dim": 512, "pool": 60}
     base |= {"slots": 8, "window": 128, "needs_grad": NONE}
+    narrow = {"head_dim": 64, "heads": 4, "content": "nan"}
     window = {"kind": Kind.WINDOW, "needs_grad": (True, True, False, True), "head_dim": 128}
     passed = check(
         "attention_gym",
@@ -165,7 +166,7 @@ def attention_gym() -> bool:
             {"slots": 16, "head_dim": 128},
             {},
             {"slots": 8, "head_dim": 64, "heads": 4, "kv_heads": 4, "documents": "cu_seqlens"},
-            {"slots": 8, "head_dim": 64, "heads": 4, "dtype": "float32", "content": "nan"},
+            *({**narrow, "dtype": dtype} for dtype in ("float32", "float16")),
         ],
     )
     few = sized(slots=16, head_dim=128)

@@ -3,11 +3,11 @@
     PYTHONPATH=.:backends PYTORCH_NO_CUDA_MEMORY_CACHING=1 \\
         compute-sanitizer --tool memcheck --error-exitcode 9 python tests/gpu/sanitized.py
     PYTHONPATH=.:backends compute-sanitizer --tool racecheck --error-exitcode 9 \\
-        python tests/gpu/sanitized.py [TEXT]
+        python tests/gpu/sanitized.py [TEXT ...]
 
 Without torch's caching allocator each tensor is an allocation of its own, so that memcheck sees an
-access one element past it. TEXT chooses the calls whose name contains it. Exits 1 when a
-result leaves its error budget, 9 when the sanitizer finds a fault.
+access one element past it. Only calls run whose name contains every TEXT. Exits 1 when a result
+leaves its error budget, 9 when the sanitizer finds a fault.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ KINDS = (
     {"kind": "window", "documents": "doc_ids", "batch": 2},
 )
 SHAPES = (
-    {"heads": 64, "head_dim": 512, "dtype": "bfloat16"},  # the specialised kernels on SM90
+    # The specialised kernels on SM90.
+    {"heads": 64, "head_dim": 512, "dtype": "bfloat16"},
+    {"heads": 64, "head_dim": 128, "dtype": "bfloat16"},
     {"heads": 31, "head_dim": 80, "dtype": "float16"},
     {"heads": 6, "kv_heads": 2, "head_dim": 64, "dtype": "float32"},
 )
@@ -42,10 +44,10 @@ def cases() -> list[Case]:
     ]
 
 
-def main(text: str) -> int:
+def main(texts: list[str]) -> int:
     failed = 0
     for case in cases():
-        if text not in case.name:
+        if not all(text in case.name for text in texts):
             continue
         result = check_case(case, attention_run("triton", "triton"), device="cuda")
         torch.cuda.synchronize()
@@ -55,4 +57,4 @@ def main(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main("".join(sys.argv[1:])))
+    sys.exit(main(sys.argv[1:]))
