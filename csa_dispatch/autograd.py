@@ -8,6 +8,7 @@ from torch.autograd.function import FunctionCtx
 
 from .call import Call
 from .runner import Runner
+from .transforms import is_mapped
 
 Needs = tuple[bool, bool, bool, bool]
 
@@ -59,6 +60,9 @@ class AttentionFunction(torch.autograd.Function):
         *tensors, output, lse = ctx.saved_tensors
         call = Call(*tensors, *ctx.scalars)
         needs: Needs = ctx.needs_input_grad[:4]
+        if is_mapped(grad_output):
+            gradients = _each_backward(grad_output, output, lse, call, needs, ctx.runner)
+            return (*gradients, None, None)
         grad_output = grad_output.resolve_neg()  # a kernel reads memory, not lazy signs
         with torch.no_grad():
             gradients = ctx.runner.backward(call, output, lse, grad_output, needs)
@@ -67,6 +71,15 @@ class AttentionFunction(torch.autograd.Function):
             anchor = next(tensor for tensor, needed in zip(inputs, needs, strict=True) if needed)
             gradients = Once.apply("attention", anchor, *gradients)
         return (*gradients, None, None)
+
+
+def _each_backward(grad_output: Tensor, output: Tensor, lse: Tensor, call: Call, needs: Needs,
+                   runner: Runner):  # fmt: skip
+    """The backward as an operator, which torch runs once for each of the mapped gradients."""
+    from .operators import run_attention_backward
+
+    forward, backward = runner.decision.forward or "", runner.decision.backward or ""
+    return run_attention_backward(grad_output, output, lse, call, needs, forward, backward)
 
 
 def needs_of(call: Call) -> Needs:

@@ -20,6 +20,7 @@ from .forcing import Forced, check_reached
 from .policy import current_policy
 from .runner import Runner, runner_for
 from .settings import settings
+from .transforms import refuse_transforms
 from .value_checks import check_values as check_values_of
 
 CALL_SCHEMA = (
@@ -56,6 +57,7 @@ def attention_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = Call(*arguments[:CALL_SIZE])
     if not call.query.numel():
         return _empty_output(call.query)
+    refuse_transforms()  # around a graph that was traced without them
     *routing, check_values = arguments[CALL_SIZE:]
     if check_values:
         check_values_of(call)

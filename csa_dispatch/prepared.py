@@ -233,8 +233,7 @@ def run_operator(
     Raises:
         NotImplementedError: inside a torch.func transform that cannot apply.
     """
-    if not torch.compiler.is_compiling():
-        refuse_transforms()
+    refuse_transforms()
     if type(arguments.query).__name__ == "DTensor":
         _register_sharding_rules()
     output, lse = attention_op(*call, list(needs_of(call)), forward, backward, check_values)

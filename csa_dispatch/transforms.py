@@ -5,9 +5,13 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
-_functorch_level = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
+from .tracing import constant_when_traced
+
+_functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+_functorch_level = _functorch.peek_interpreter_stack
 any_autocast = torch._C._is_any_autocast_enabled  # pyright: ignore[reportAttributeAccessIssue]
 _REFUSED = {
     "Grad": "torch.func.grad, vjp and jacrev",
@@ -33,6 +37,22 @@ def transforms_active() -> bool:
     return _functorch_level() is not None or forward_ad._current_level >= 0
 
 
+@constant_when_traced
+def _refused(mapped: bool) -> str | None:
+    """The transform around a call that cannot apply to it; ``mapped`` as in the next one."""
+    level = _functorch_level()
+    refused = _REFUSED if mapped else _REFUSED | _OF_OPERATORS
+    name = None if level is None else refused.get(str(level.key()).rpartition(".")[2])
+    if name is None and forward_ad._current_level >= 0:
+        name = "forward-mode AD"
+    return name
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether ``torch.vmap`` or ``is_grads_batched=True`` hides a dimension of the tensor."""
+    return _functorch.is_legacy_batchedtensor(tensor) or _functorch.is_batchedtensor(tensor)
+
+
 def refuse_transforms(operation: str = "attention", *, mapped: bool = True) -> None:
     """Raise for the transforms whose result would be wrong or an obscure error.
 
@@ -44,11 +64,7 @@ def refuse_transforms(operation: str = "attention", *, mapped: bool = True) -> N
     Raises:
         NotImplementedError: inside torch.func.grad/vjp/jvp or forward-mode AD.
     """
-    level = _functorch_level()
-    refused = _REFUSED if mapped else _REFUSED | _OF_OPERATORS
-    name = None if level is None else refused.get(str(level.key()).rpartition(".")[2])
-    if name is None and forward_ad._current_level >= 0:
-        name = "forward-mode AD"
+    name = _refused(mapped)
     if name is not None:
         raise NotImplementedError(
             f"{operation}() is inside {name}, which it does not support; it is differentiable by "

@@ -126,8 +126,7 @@ def _accepted(
     """
     if type(arguments.query).__name__ == "DTensor":
         fail("query", "a DTensor", "this rank's tensor", "Pass query.to_local().", TypeError)
-    if not torch.compiler.is_compiling():
-        refuse_transforms("context_parallel_attention", mapped=False)
+    refuse_transforms("context_parallel_attention", mapped=False)
     if any_autocast():  # before the exchange: what is sent is what is computed with
         arguments = autocast_arguments(arguments)
     call = checked_call(arguments)

@@ -99,8 +99,7 @@ def compress_kv(
     call = _checked_call(values, gates, position_bias, compress_ratio, overlapping, cu_seqlens)
     needs = _needs_of(call)
     if not plain(values, gates, position_bias, cu_seqlens):
-        if not torch.compiler.is_compiling():
-            refuse_transforms("compress_kv")
+        refuse_transforms("compress_kv")
         choice = traced_choice("compress_kv", backend, backward_backend)
         return CompressedKV(compress_kv_op(*call, list(needs), *choice), call.cu_seqlens_k)
     runner = runner_of(compressor_spec_of(call, needs), backend, backward_backend)

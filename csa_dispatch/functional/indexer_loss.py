@@ -84,8 +84,7 @@ def indexer_kl_loss(
         cu_seqlens_k,
         reduction,
     )
-    if not torch.compiler.is_compiling():
-        refuse_transforms("indexer_kl_loss")
+    refuse_transforms("indexer_kl_loss")
     total_or_part = window_lse if lse is None else lse
     assert total_or_part is not None
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)

@@ -119,8 +119,7 @@ def attention_with_window_lse(
         scale,
         layout,
     )
-    if not torch.compiler.is_compiling():
-        refuse_transforms("attention_with_window_lse")
+    refuse_transforms("attention_with_window_lse")
     if any_autocast():
         arguments = autocast_arguments(arguments)
     call = checked_call(arguments)
