@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -143,6 +144,23 @@ def split_along_tokens_by_dtensor() -> None:
         context_parallel_attention(split, split, sliding_window_size=3)
 
 
+def sum_over_ranks_in_fp32() -> None:
+    """A pool row's gradients are what ranks' tokens got: 256, 1, -256 and 1, in every order.
+
+    In bf16 256 + 1 is 256, whichever ranks are added first.
+    """
+    orders = torch.tensor(sorted(set(permutations((256.0, 1.0, -256.0, 1.0)))))
+    upstream = orders[torch.arange(16) % len(orders), dist.get_rank()].bfloat16()
+    rows = torch.zeros(1, 1, 4, 16, dtype=torch.bfloat16)
+    picks = torch.arange(4, dtype=torch.int32)[None, :, None]  # each token the whole of one row
+    pool, gathered = (rows[:, :, :1].clone().requires_grad_() for _ in range(2))
+    output = context_parallel_attention(rows, rows, pool, picks, sliding_window_size=0)
+    for result in (output, gather_shards(gathered, dim=2)):
+        result.backward(upstream.expand(result.shape))
+    for leaf in (pool, gathered):
+        assert torch.equal(leaf.grad, torch.full_like(leaf, 2)), leaf.grad
+
+
 def two_processes() -> None:
     split_along_tokens_by_dtensor()
     compare_with_one_process(exact_cases())
@@ -165,6 +183,7 @@ def share_in_groups_of_two() -> None:
 def four_processes() -> None:
     compare_with_one_process(exact_cases())
     share_in_groups_of_two()
+    sum_over_ranks_in_fp32()
 
 
 def test_four_processes_equal_one() -> None:
