@@ -31,10 +31,10 @@ def attention_with_past(
     others. Few tokens read their window as gathered rows, so one token costs one row of work;
     of the entries only the picks are copied where those are less than half.
 
-    More than twice as many tokens as there are window rows before them run with the window of
-    ``attention()`` itself, their queries padded in front by those rows. There every complete
-    entry stays a span of the pool, of a document that began before row 0: one call for each row
-    of the batch.
+    More than twice as many tokens as there are window rows before them, with ``kv_indices`` more
+    than six times, run with the window of ``attention()`` itself, their queries padded in front
+    by those rows. There every complete entry stays a span of the pool, of a document that began
+    before row 0: one call for each row of the batch.
 
     Args:
         query: ``[B, H, T, D]``, the queries of tokens ``past`` to ``past + T - 1``.
@@ -75,7 +75,9 @@ def attention_with_past(
     needed = min(past, max(sliding_window_size, 1) - 1)
     # Rows further back than any query's window would be padded or copied for nothing.
     before, local_kv = needed, local_kv[:, :, before - needed :]
-    if tokens > 2 * before:  # zeros before fewer tokens cost more than gathering their windows
+    # Zeros before fewer tokens cost more than gathering their windows; where picks are gathered
+    # anyway, that costs least.
+    if tokens > (2 if kv_indices is None else 6) * before:
         call = (query, local_kv, sparse_kv, kv_indices, attention_sink)
         return _padded(*call, past, sliding_window_size, compress_ratio, scale)
     if sparse_kv is not None and kv_indices is None and compress_ratio is not None:

@@ -105,29 +105,33 @@ def test_few_picks_are_all_that_is_copied_of_many_entries():
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(10, 10), (11, 16)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_twice_the_rows_before_are_gathered_and_more_use_the_window(kind, tokens, rows):
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "window", "most"), [("window", 6, 2), ("dense", 6, 2), ("gather", 5, 6)]
+)
+def test_windows_of_few_tokens_are_gathered_and_more_use_the_window(kind, window, most, more):
     query, local_kv, pool, picks, sink, ratio = tensors(kind)
+    before = window - 1
+    tokens = most * before + more
     past = TOKENS - tokens
     with record_receipts() as receipts:
         attention_with_past(
             query[:, :, past:],
-            local_kv[:, :, past - 5 :],
+            local_kv[:, :, past - before :],
             pool,
             None if picks is None else picks[:, past:],
             sink,
             past=past,
-            sliding_window_size=6,
+            sliding_window_size=window,
             compress_ratio=ratio,
         )
-    gathered = tokens == rows
+    gathered = not more
     kinds = {"window": Kind.WINDOW, "gather": Kind.GATHER, "dense": Kind.DENSE}
     # Offsets stand for one document each: a call for each of the two rows of the batch.
     assert len(receipts) == (2 if kind == "dense" and not gathered else 1)
     for receipt in receipts:
-        assert receipt.spec.tokens == rows
-        assert receipt.spec.window == (0 if gathered else 6)
+        assert receipt.spec.tokens == tokens + (0 if gathered else before)
+        assert receipt.spec.window == (0 if gathered else window)
         assert receipt.spec.kind is (Kind.GATHER if gathered else kinds[kind])
 
 
