@@ -15,6 +15,7 @@ from torch import Tensor
 
 from csa_dispatch.call import Call, Gradients, Kind, TokenBounds
 
+from . import hopper_window
 from .hopper_operands import (
     HEAD_BLOCK,
     HEAD_DIM,
@@ -66,9 +67,12 @@ def _fits(spec: CallSpec) -> bool:
 def supports_forward(spec: CallSpec) -> bool:
     """Whether ``forward`` takes calls of this kind.
 
-    Up to 16 heads the portable kernel is faster: its tiles need not be 64 heads tall.
+    Up to 16 heads the portable kernel is faster: its tiles need not be 64 heads tall. Those of
+    window-only calls here are 8.
     """
-    if spec.head_dim == NARROW_HEAD_DIM:
+    if hopper_window.takes_forward(spec.kind, spec.head_dim, spec.window, spec.heads, spec.tokens):
+        fitting = True
+    elif spec.head_dim == NARROW_HEAD_DIM:
         fitting = spec.kind is Kind.GATHER and spec.heads > 32
     else:
         fitting = spec.head_dim == HEAD_DIM and spec.heads > 16
@@ -79,9 +83,10 @@ def supports_backward(spec: CallSpec) -> bool:
     """Whether ``backward`` takes calls of this kind.
 
     Its fp32 sums must fit: those of both KV tensors in ``WORKSPACE``, or the pool's alone in
-    ``ORDERED_SUMS`` when they are added in a fixed order. It would be wasteful for the sink's
-    gradient alone, and for few heads of a dense-compressed call, of which the portable kernels
-    put several tokens' into one tile. At head_dim 128 it has 64 heads' tiles and atomics alone.
+    ``ORDERED_SUMS`` when they are added in a fixed order; ``hopper_window`` needs neither. It
+    would be wasteful for the sink's gradient alone, and for few heads of a dense-compressed call,
+    of which the portable kernels put several tokens' into one tile. At head_dim 128 it has 64
+    heads' tiles and atomics alone.
     """
     fitting = _fits(spec) and spec.dtype == "bfloat16" and any(spec.needs_grad[:3])
     if spec.head_dim == NARROW_HEAD_DIM:
@@ -90,6 +95,8 @@ def supports_backward(spec: CallSpec) -> bool:
         return False
     if spec.kind is Kind.DENSE and spec.heads <= 16:
         return False
+    if hopper_window.takes_backward(spec.kind, spec.head_dim, spec.window, spec.tokens):
+        return fitting
     if spec.deterministic:
         pool_bytes = spec.batch * spec.pool * HEAD_DIM * 4
         return fitting and spec.kind is not Kind.DENSE and pool_bytes <= ORDERED_SUMS
@@ -99,6 +106,9 @@ def supports_backward(spec: CallSpec) -> bool:
 def forward(call: Call, bounds: TokenBounds | None) -> tuple[Tensor, Tensor]:
     """Output like the query and lse ``[B, H, T]`` fp32, the sink included."""
     batch, heads, tokens, head_dim = call.query.shape
+    window = call.sliding_window_size
+    if hopper_window.takes_forward(call.kind, head_dim, window, heads, tokens):
+        return hopper_window.forward(call, bounds)
     if head_dim == NARROW_HEAD_DIM:
         from .hopper_narrow_forward import forward_kernel
 
@@ -160,6 +170,9 @@ def backward(
 
     KV gradients are summed in a fixed order when ``deterministic``.
     """
+    _, _, tokens, head_dim = call.query.shape
+    if hopper_window.takes_backward(call.kind, head_dim, call.sliding_window_size, tokens):
+        return hopper_window.backward(call, bounds, output, lse, grad_output, needs)
     from .hopper_gradient import backward as backward_in
 
     return backward_in(call, bounds, output, lse, grad_output, needs, deterministic)

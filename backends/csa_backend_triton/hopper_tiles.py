@@ -45,6 +45,16 @@ class Rows:
         self.t = t
 
     @gluon.jit
+    def either(self, other, odd):
+        """This tensor, or the other where ``odd`` is 1."""
+        return Rows(
+            gl.where(odd == 1, other.pointer, self.pointer),
+            gl.where(odd == 1, other.b, self.b),
+            gl.where(odd == 1, other.h, self.h),
+            gl.where(odd == 1, other.t, self.t),
+        )
+
+    @gluon.jit
     def heads(self, token, head, column):
         """Pointers ``[heads, columns]`` into one token's heads."""
         start = (

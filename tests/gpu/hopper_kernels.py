@@ -89,8 +89,6 @@ def small_cases() -> list[Case]:
         {"content": "poisoned", "window": 0},
         {"content": "duplicates", "pool": 3},
         {"content": "scattered", "slots": 300, "tokens": 400},
-        {"kind": Kind.WINDOW, "window": 70, "tokens": 90},
-        {"kind": Kind.WINDOW, "window": 0, "sink": "none"},
         {"sink": "none", "slots": 64, "pool": 5, "window": 3},
         {"memory": "transposed", "batch": 2},
         {"memory": "expanded", "batch": 2},
@@ -98,6 +96,27 @@ def small_cases() -> list[Case]:
         {"memory": "strided"},
         {"needs_grad": (True, False, True, False)},
         {"needs_grad": (False, True, False, True)},
+    ]
+    window = {"kind": Kind.WINDOW, "tokens": 600}
+    changes += [
+        window,
+        {**window, "window": 70, "tokens": 1030, "content": "random"},
+        {**window, "window": 0, "sink": "none", "tokens": 40},
+        {**window, "window": 200},
+        {**window, "tokens": 300},
+        {**window, "content": "nan"},
+        {**window, "documents": "cu_seqlens", "content": "poisoned"},
+        {**window, "documents": "doc_ids", "batch": 2, "tokens": 520},
+        {**window, "heads": 100, "window": 1, "sink": "same", "tokens": 700},
+        {**window, "heads": 16, "tokens": 3000, "content": "random"},
+        {**window, "heads": 12, "tokens": 1400, "content": "nan", "sink": "none"},
+        {**window, "heads": 12, "tokens": 1400, "documents": "cu_seqlens"},
+        {**window, "heads": 16, "tokens": 1030, "documents": "doc_ids", "batch": 2},
+        {**window, "heads": 9, "tokens": 2000, "dtype": "float16", "needs_grad": NONE},
+        {**window, "memory": "expanded", "batch": 2},
+        {**window, "memory": "transposed", "sink": "none"},
+        {**window, "memory": "strided", "needs_grad": (False, True, False, True)},
+        {**window, "needs_grad": (True, False, False, False), "tokens": 515},
     ]
     dense = {"kind": Kind.DENSE, "tokens": 300, "compress_ratio": 3}
     changes += [

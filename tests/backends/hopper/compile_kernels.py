@@ -68,6 +68,11 @@ CALLS = {
     "int64": Shape(index_dtype=torch.int64, packed=True, gradients=(True, True, True, True)),
     "fp16": Shape(torch.float16, torch.int64, sink_dtype=None),
     "window": Shape(sink_dtype=torch.bfloat16, slots=0),
+    "keys-kept": Shape(heads=16, slots=0, gradients=(True, True, True, True)),
+    "keys-kept-packed": Shape(
+        heads=16, slots=0, packed=True, gradients=(True, False, False, False)
+    ),
+    "keys-kept-fp16": Shape(torch.float16, sink_dtype=None, heads=16, slots=0),
     "dense": Shape(slots=0, ratio=128, gradients=(True, True, True, True)),
     "ordered": Shape(gradients=(True, True, True, True), deterministic=True),
     "pool-only": Shape(gradients=(False, False, True, False)),
@@ -78,6 +83,15 @@ CALLS = {
     "narrow-fp16": Shape(torch.float16, torch.int64, sink_dtype=None, head_dim=128),
     "narrow-pool-only": Shape(head_dim=128, gradients=(False, False, True, False)),
 }
+
+
+KERNELS = (
+    "forward_kernel",
+    "backward_kernel",
+    "window_forward_kernel",
+    "window_backward_kernel",
+    "window_key_gradient_kernel",
+)
 
 
 def item_loop_carries(ttgir: str) -> list[int]:
@@ -107,7 +121,7 @@ def main(names: list[str]) -> None:
                 needs, deterministic = shape.gradients, shape.deterministic
                 hopper.backward(call, bounds, output, lse, output, needs, deterministic)
         for kernel, _, compiled in session.kernels:
-            if kernel not in ("forward_kernel", "backward_kernel"):
+            if kernel not in KERNELS:
                 continue
             ptx = compiled.asm["ptx"]
             registers, spills, serialized = assemble(ptx, 90)
@@ -121,6 +135,8 @@ def main(names: list[str]) -> None:
                 "mma": len(re.findall(r"\bmma\.sync", ptx)),
                 "copies": len(re.findall(r"cp\.async\.c[ag]\.shared", ptx)),
                 "wide_copies": len(re.findall(r"cp\.async\.cg\.shared\.global.*, 0x10,", ptx)),
+                "wide_loads": len(re.findall(r"\bld\.global[\w.]*v4\.b32", ptx)),
+                "wide_stores": len(re.findall(r"\bst\.global[\w.]*v4\.b32", ptx)),
                 "vector_atomics": len(re.findall(r"\bred\.[\w.]*v4\.f32", ptx)),
                 "atomics": len(re.findall(r"\b(?:atom|red)\.(?!async)[\w.]*f32", ptx)),
                 "carries": item_loop_carries(compiled.asm["ttgir"]),

@@ -32,6 +32,7 @@ from csa_backend_triton import (  # noqa: E402
     hopper_operands,
     hopper_ordered,
     hopper_tiles,
+    hopper_window,
     launching,
 )
 
@@ -88,10 +89,14 @@ def stand_in() -> None:
         module.add_rows = add_rows  # type: ignore[attr-defined]
     hopper_narrow_backward._row_offsets = row_offsets  # type: ignore[attr-defined]
     hopper_backward_store._store_rows = store_rows  # type: ignore[attr-defined]
-    for module in (hopper, hopper_gradient, hopper_operands, hopper_ordered):
+    for module in (hopper, hopper_gradient, hopper_operands, hopper_ordered, hopper_window):
         module.launch = launch  # type: ignore[attr-defined]
-    for module in (hopper_operands, hopper_ordered):
+    for module in (hopper_operands, hopper_ordered, hopper_window):
         module.multiprocessors = lambda _: PROGRAMS  # type: ignore[attr-defined]
+    # As few as there may be, so that window-only backwards have several chunks.
+    hopper_window.CHUNK_BYTES = 0  # type: ignore[misc]
+    hopper_window.FEWEST_TOKENS = 1  # type: ignore[misc]
+    hopper_window.FEWEST_ROWS = 1  # type: ignore[misc]
 
 
 class Hopper(Backend):
@@ -124,6 +129,7 @@ BASE = {
     "window": 9,
 }
 DENSE = {"kind": Kind.DENSE, "compress_ratio": 1, "slots": 0}
+WINDOW = {"kind": Kind.WINDOW, "tokens": 90}
 CASES = [
     {},
     {"content": "random", "tokens": 70, "window": 70, "slots": 3},
@@ -136,8 +142,8 @@ CASES = [
     {"documents": "doc_ids", "batch": 2, "index_dtype": "int64"},
     {"memory": "strided"},
     {"dtype": "float16", "needs_grad": (False,) * 4},
-    {"kind": Kind.WINDOW, "window": 70, "tokens": 80},
-    {"kind": Kind.WINDOW, "window": 0, "sink": "none"},
+    {**WINDOW, "window": 130, "tokens": 80},
+    {**WINDOW, "window": 0, "sink": "none", "tokens": 12},
     {"needs_grad": (True, False, True, False)},
     {"needs_grad": (False, True, False, True)},
     {**DENSE, "tokens": 90, "content": "nan"},
@@ -148,6 +154,16 @@ CASES = [
     {"head_dim": 128, "needs_grad": (True, False, True, False), "memory": "strided"},
     {"head_dim": 128, "sink": "none", "content": "scattered", "slots": 300},
     {"head_dim": 128, "window": 0, "content": "poisoned", "slots": 1},
+    {**WINDOW, "window": 128, "tokens": 300},
+    {**WINDOW, "window": 128, "tokens": 180, "content": "nan"},
+    {**WINDOW, "window": 70, "documents": "cu_seqlens", "content": "poisoned", "tokens": 150},
+    {**WINDOW, "documents": "doc_ids", "batch": 2, "tokens": 50},
+    {**WINDOW, "heads": 12, "window": 1, "sink": "same", "tokens": 40},
+    {**WINDOW, "dtype": "float16", "needs_grad": (False,) * 4},
+    {**WINDOW, "memory": "expanded", "batch": 2, "tokens": 30},
+    {**WINDOW, "memory": "strided", "tokens": 3},
+    {**WINDOW, "needs_grad": (True, False, False, False), "tokens": 40},
+    {**WINDOW, "needs_grad": (False, True, False, True), "tokens": 40},
     {"deterministic": True, "content": "nan"},
     {"deterministic": True, "documents": "doc_ids", "batch": 2, "heads": 70},
 ]

@@ -17,6 +17,9 @@ SHARED_MEMORY = 232448
 SPILLS = 1600
 """Bytes spilled, stores and loads: up to 600 with Triton 3.6, 1500 with 3.9, most once an item."""
 
+WINDOW_SPILLS = 600
+"""Those of the window-only kernels, most of them once a program."""
+
 
 def run_python(*arguments: str) -> str:
     """What a program of its own prints, with this folder's helpers on its path."""
@@ -51,6 +54,11 @@ def ordered() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
+def windows() -> list[dict[str, Any]]:
+    return compiled("keys-kept", "keys-kept-packed", "keys-kept-fp16")
+
+
+@pytest.fixture(scope="module")
 def narrow() -> list[dict[str, Any]]:
     return compiled("narrow", "narrow-int64", "narrow-fp16", "narrow-pool-only")
 
@@ -71,6 +79,30 @@ def test_they_fit_an_sm(kernels: list[dict[str, Any]], ordered: list[dict[str, A
         assert kernel["spills"] <= SPILLS
 
 
+def test_window_only_kernels_fit_an_sm(windows: list[dict[str, Any]]) -> None:
+    assert len(of(windows, "window_forward_kernel")) == 3
+    assert len(of(windows, "window_backward_kernel")) == 2
+    assert len(of(windows, "window_key_gradient_kernel")) == 1
+    for kernel in windows:
+        assert kernel["shared"] <= SHARED_MEMORY
+        assert kernel["registers"] <= 255  # 8 warps
+        assert kernel["spills"] <= WINDOW_SPILLS
+        assert kernel["atomics"] == 0
+
+
+def test_window_only_kernels_load_and_store_16_bytes_at_a_time(
+    windows: list[dict[str, Any]],
+) -> None:
+    for kernel in of(windows, "window_forward_kernel"):
+        assert kernel["wide_loads"] == 2 * 32 + 40  # twice a tile's query, and the keys
+        assert kernel["wide_stores"] == 2 * 8  # two column pieces, here and after the loop
+    for kernel in of(windows, "window_backward_kernel"):
+        assert kernel["wide_loads"] == 48 + 40
+        assert kernel["wide_stores"] in (8, 8 + 16)  # P and dS, for the keys
+    (kernel,) = of(windows, "window_key_gradient_kernel")
+    assert kernel["wide_copies"] == kernel["copies"] - 4  # those of 16 keys, 8 bytes a thread
+
+
 def test_two_narrow_programs_fit_an_sm(narrow: list[dict[str, Any]]) -> None:
     assert len(of(narrow, "forward_kernel")) == 4
     assert len(of(narrow, "backward_kernel")) == 3
@@ -81,9 +113,12 @@ def test_two_narrow_programs_fit_an_sm(narrow: list[dict[str, Any]]) -> None:
 
 
 def test_matrix_products_are_asynchronous_wgmma(
-    kernels: list[dict[str, Any]], ordered: list[dict[str, Any]], narrow: list[dict[str, Any]]
+    kernels: list[dict[str, Any]],
+    ordered: list[dict[str, Any]],
+    narrow: list[dict[str, Any]],
+    windows: list[dict[str, Any]],
 ) -> None:
-    for kernel in kernels + ordered + narrow:
+    for kernel in kernels + ordered + narrow + windows:
         assert kernel["wgmma"] > 0
         assert kernel["mma"] == 0
         assert not kernel["serialized"]

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from csa_backend_triton import backend, choice
+from csa_backend_triton import backend, choice, hopper_window
 from csa_backend_triton.hopper import supports_backward, supports_forward
 
 from csa_dispatch.call import Kind
@@ -57,6 +57,7 @@ def test_other_calls_are_left_alone(change: dict) -> None:
 
 def test_the_forward_of_few_heads_is_left_to_the_portable_kernel() -> None:
     assert not supports_forward(V4._replace(heads=16))
+    assert supports_forward(V4._replace(heads=16, kind=Kind.WINDOW, pool=0, slots=0))
     assert supports_backward(V4._replace(heads=16))
     assert supports_forward(V4._replace(heads=17))
     dense = V4._replace(kind=Kind.DENSE, slots=0, compress_ratio=128)
@@ -138,3 +139,55 @@ def test_other_calls_of_128_are_left_alone(change: dict) -> None:
 def test_backwards_of_128_it_cannot_run_leave_the_forward_alone(change: dict) -> None:
     assert supports_forward(NARROW._replace(**change))
     assert not supports_backward(NARROW._replace(**change))
+
+
+WINDOW = V4._replace(kind=Kind.WINDOW, pool=0, slots=0)
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"deterministic": True}, {"window": 1}, {"tokens": 1_000_000}]
+)
+def test_window_only_backwards_of_any_length_are_taken(change: dict) -> None:
+    assert supports_backward(WINDOW._replace(**change))
+
+
+@pytest.mark.parametrize(
+    ("change", "forward", "backward"),
+    [
+        ({}, False, True),
+        ({"heads": 16}, True, True),
+        ({"heads": 17}, False, True),
+        ({"heads": 4}, True, True),
+        ({"heads": 2}, False, True),
+        ({"heads": 16, "tokens": 1024}, True, True),
+        ({"heads": 16, "tokens": 1023}, False, True),
+        ({"tokens": 512}, False, True),
+        ({"tokens": 511}, False, False),
+        ({"heads": 16, "window": 129}, False, False),
+        ({"heads": 16, "window": 0}, False, False),
+        ({"heads": 16, "head_dim": 128}, False, False),
+    ],
+)
+def test_where_a_run_of_tokens_shares_its_keys(
+    change: dict, forward: bool, backward: bool
+) -> None:
+    spec = WINDOW._replace(**change)
+    shape = (spec.kind, spec.head_dim, spec.window)
+    assert hopper_window.takes_forward(*shape, spec.heads, spec.tokens) == forward
+    assert hopper_window.takes_backward(*shape, spec.tokens) == backward
+
+
+def test_a_backward_without_those_kernels_must_fit_its_sums() -> None:
+    assert not supports_backward(WINDOW._replace(window=129, tokens=300_000))
+
+
+@pytest.mark.parametrize("heads", [1, 8, 17, 64, 100, 128])
+@pytest.mark.parametrize("runs", [1, 8, 32, 128, 157, 512])
+def test_the_programs_of_a_run_share_its_heads(runs: int, heads: int) -> None:
+    splits, split_tiles = hopper_window.split_heads(runs, heads, 132)
+    assert (splits - 1) * split_tiles * 8 < heads <= splits * split_tiles * 8
+
+
+def test_short_calls_are_split_until_they_fill_the_card() -> None:
+    assert hopper_window.split_heads(128, 64, 132) == (1, 8)
+    assert hopper_window.split_heads(32, 64, 132) == (4, 2)
