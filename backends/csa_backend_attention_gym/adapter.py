@@ -100,7 +100,7 @@ class AttentionGymBackend(Backend):
 
     name = "attention_gym"
     summary = "Attention Gym: its reference on a CPU, its fused kernels on CUDA"
-    evidence = "CPU; SM90 in bfloat16, or without slots: verified; else contract-tested"
+    evidence = "CPU; SM90: verified; else contract-tested"
     operations = MappingProxyType({"lightning_indexer": AttentionGymIndexer()})
 
     def __init__(
