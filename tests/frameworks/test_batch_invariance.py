@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from csa_dispatch.call import Kind
 from tests.frameworks.neighbours import Results, neighbours
@@ -10,6 +13,15 @@ from tests.frameworks.neighbours import Results, neighbours
 EVERYTHING = set(Results._fields)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("heads", [1, 4, 16])
 @pytest.mark.parametrize("kind", list(Kind))
 @pytest.mark.parametrize("backend", ["eager", "attention_gym"])
@@ -17,3 +29,10 @@ def test_a_document_has_the_same_bits_in_any_batch_slot(
     backend: str, kind: Kind, heads: int
 ) -> None:
     assert neighbours(backend, kind, heads).in_a_batch == EVERYTHING
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_threads_may_change_the_bits_of_kv_gradients_alone(kind: Kind) -> None:
+    kept = neighbours("eager", kind, 4).in_a_batch
+    assert kept >= {"output", "lse", "query"}
+    assert neighbours("attention_gym", kind, 4).in_a_batch == EVERYTHING
