@@ -57,7 +57,7 @@ interpreted: env ## tests of the Triton kernels in Triton's interpreter
 # A later Triton beside the pinned one, for what compiles there; it is never installed.
 newer-triton: env ## compile the kernels with Triton 3.9 too, and interpret a few
 	[ -d $(NEWER_TRITON) ] || $(BIN)/pip install -q --no-deps --target $(NEWER_TRITON) triton==3.9.0
-	PYTHONPATH=$(NEWER_TRITON) $(PYTEST) -m 'not slow' tests/backends/triton/test_compile.py
+	PYTHONPATH=$(NEWER_TRITON) $(PYTEST) -n $(WORKERS) -m 'not slow' tests/backends/triton/test_compile.py
 	PYTHONPATH=$(NEWER_TRITON) TRITON_INTERPRET=1 $(PYTEST) -m 'not slow' \
 		tests/backends/triton/test_parity.py -k 'gather and bfloat16'
 

@@ -6,12 +6,14 @@ prints a line for each case that fails, and how many passed.
     python emulate_kernels.py [NUMBER ...]
 
 NUMBER selects cases of ``CASES``. ``emulate_kernels.py spread`` instead prints the rows and first
-heads of 2500 rows' items, two head blocks each, in the order in which the backward takes them.
+heads of 2500 rows' items, two head blocks each, in the order in which the backward takes them, and
+``emulate_kernels.py taint`` how calls with an Inf in a row of Q or dO compare with ``eager``'s.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from tests.backends.hopper import emulator
 
 emulator.install()
 
+from csa_backend_eager import backend as eager  # noqa: E402
 from csa_backend_triton import (  # noqa: E402
     hopper,
     hopper_backward_scatter,
@@ -176,9 +179,40 @@ def print_spread() -> None:
         print(*map(int, walk.spread(item)))
 
 
+def print_taints() -> None:
+    """Whether results agree, and are finite in the same places, for an Inf in Q or dO.
+
+    Generated cases have such rows only where their token sees no key.
+    """
+    for head_dim, slots in ((512, 0), (512, 9), (128, 9)):
+        for part in ("query", "grad_output"):
+            generator = torch.Generator().manual_seed(1)
+            draw = partial(torch.randn, generator=generator)
+            query, upstream = draw(2, 1, 5, 70, head_dim).bfloat16()
+            (query if part == "query" else upstream)[0, 1, 50, 3] = torch.inf
+            local = draw(1, 1, 70, head_dim).bfloat16()
+            pool = draw(1, 1, 40, head_dim).bfloat16() if slots else None
+            picks = torch.randint(-1, 40, (1, 70, slots), generator=generator) if slots else None
+            rest = (None, None, None, 20, None, head_dim**-0.5)
+            call = Call(query, local, pool, picks, draw(5), *rest)
+            needs = (True, True, bool(slots), True)
+            found: list[list[Tensor]] = []
+            for backend in (Hopper(), eager):
+                output, lse = backend.forward(call)
+                gradients = backend.backward(call, output, lse, upstream, needs)
+                found.append([x for x in (output, lse, *gradients) if x is not None])
+            # bf16's rounding of P and dS beside that of the sums: a few percent of small elements.
+            same = all(
+                x.isfinite().equal(y.isfinite())
+                and torch.allclose(*(z.float().nan_to_num(0, 0, 0) for z in (x, y)), 0.05, 0.05)
+                for x, y in zip(*found, strict=True)
+            )
+            tainted = int((~found[0][3].isfinite()).any(-1).sum())
+            print(head_dim, slots, part, same, tainted)
+
+
 def main(numbers: list[str]) -> None:
     torch.set_num_threads(1)
-    stand_in()
     run, passed = backend_run(Hopper()), 0
     for number in map(int, numbers or range(len(CASES))):
         case = Case(**{**BASE, **CASES[number]})  # type: ignore[arg-type]
@@ -190,4 +224,11 @@ def main(numbers: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    print_spread() if sys.argv[1:] == ["spread"] else main(sys.argv[1:])
+    asked = sys.argv[1:]
+    stand_in()
+    if asked == ["spread"]:
+        print_spread()
+    elif asked == ["taint"]:
+        print_taints()
+    else:
+        main(asked)

@@ -36,6 +36,12 @@ def test_small_calls_agree_with_the_oracle(numbers: range) -> None:
     assert emulate(*numbers) == f"passed {len(numbers)}\n"
 
 
+def test_a_nonfinite_row_reaches_what_it_sees_and_nothing_else() -> None:
+    lines = emulate("taint").splitlines()
+    assert len(lines) == 6
+    assert all(line.endswith(" True 20") for line in lines), lines
+
+
 def test_items_are_spread_over_a_span_at_a_time() -> None:
     items = [tuple(map(int, line.split())) for line in emulate("spread").splitlines()]
     assert sorted(items) == [(row, head) for row in range(2500) for head in (0, 64)]
