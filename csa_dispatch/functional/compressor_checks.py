@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from csa_dispatch.validation import DTYPES, fail
+from csa_dispatch.validation import DTYPES, MAX_ROWS, fail
 
 OVERLAPPING_RATIO = 4
 """The ratio that V4 pools with two overlapping branches."""
 
 
 def check_ratio(compress_ratio: int) -> None:
-    """Raise unless ``compress_ratio`` is a positive int."""
+    """Raise unless ``compress_ratio`` is a positive int that kernels can hold."""
     if isinstance(compress_ratio, bool) or not isinstance(compress_ratio, int):
         kind = type(compress_ratio).__name__
         fail("compress_ratio", f"{compress_ratio!r} ({kind})", "an int", error=TypeError)
-    if compress_ratio < 1:
-        fail("compress_ratio", compress_ratio, "1 or more tokens an entry")
+    if not 1 <= compress_ratio <= MAX_ROWS:
+        fail("compress_ratio", compress_ratio, f"1 to {MAX_ROWS} tokens an entry")
 
 
 def check_dense(name: str, tensor: Tensor | None, first: Tensor, of: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..transforms import outside_autocast
+from ..transforms import outside_autocast, refuse_transforms
 from .indexer import cast_by_autocast
 from .indexer_checks import check_documents, check_operands, check_scale, check_scored
 from .score_chunks import Chunk, ScoreArguments, chunks
@@ -64,7 +64,9 @@ def indexer_scores(
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, what it is and must be.
+        NotImplementedError: inside a torch.func transform that cannot apply.
     """
+    refuse_transforms("indexer_scores")
     index_query, index_keys = cast_by_autocast(index_query, index_keys)
     check_operands(index_query, index_keys, weights)
     check_documents(index_query, cu_seqlens, cu_seqlens_k)

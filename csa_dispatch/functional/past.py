@@ -161,6 +161,9 @@ def _check(arguments: Arguments, past: int) -> None:
     query, local_kv, window = arguments.query, arguments.local_kv, arguments.sliding_window_size
     before, own = 0, local_kv
     if all(isinstance(x, Tensor) and x.ndim == 4 and not x.is_nested for x in (query, local_kv)):
+        most = MAX_ROWS - query.shape[2]
+        if past > most:
+            fail("past", past, f"0 to {most}", f"Tokens are counted up to {MAX_ROWS}.")
         before = local_kv.shape[2] - query.shape[2]
         if before > 0:
             own = local_kv[:, :, before:]

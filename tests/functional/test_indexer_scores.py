@@ -213,3 +213,15 @@ def test_memory_does_not_grow_with_tokens_times_heads_times_slots(every_entry: b
     of_scores = 24 * tokens * slots
     assert extra_memory(train, torch.device("cpu")) < CHUNK_BYTES + of_scores
     assert 4 * tokens * slots * (heads + 32) > 3 * CHUNK_BYTES
+
+
+def test_forward_derivatives_are_refused_and_ratios_bounded() -> None:
+    query, keys, weights = torch.randn(1, 2, 8, 4), torch.randn(1, 8, 4), torch.randn(1, 8, 2)
+
+    def scores(query: torch.Tensor, ratio: int = 4) -> torch.Tensor:
+        return indexer_scores(query, keys, weights, compress_ratio=ratio)
+
+    with pytest.raises(NotImplementedError, match=r"indexer_scores\(\) is inside torch\.func"):
+        torch.func.jvp(scores, (query,), (query,))
+    with pytest.raises(ValueError, match="compress_ratio is 4294967297; it must be 1 to"):
+        scores(query, 2**32 + 1)

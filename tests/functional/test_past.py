@@ -233,3 +233,12 @@ GOOD |= {"query": GOOD["query"][:, :, 29:], "kv_indices": GOOD["kv_indices"][:, 
 def test_bad_arguments_are_named(change, error, match):
     with pytest.raises(error, match=match):
         attention_with_past(**{**GOOD, "past": 29, "sliding_window_size": 4, **change})
+
+
+def test_tokens_are_counted_within_int32() -> None:
+    query, local_kv = torch.randn(1, 4, 9, 16), torch.randn(1, 1, 13, 16)
+    pool = torch.ones(1, 1, 3, 16)
+    with pytest.raises(ValueError, match=r"past is 2147483639; it must be 0 to 2147483638"):
+        attention_with_past(
+            query, local_kv, pool, past=2**31 - 9, sliding_window_size=5, compress_ratio=4
+        )
