@@ -12,7 +12,7 @@ import pytest
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "dispatch_overhead.py"
 ATTENTION_BUDGET_US = 25.0
 PLAN_BUDGET_US = 10.0
-ATTEMPTS = 15
+ATTEMPTS = 3
 
 
 @pytest.mark.serial
