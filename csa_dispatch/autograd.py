@@ -14,15 +14,16 @@ Needs = tuple[bool, bool, bool, bool]
 
 
 class Once(torch.autograd.Function):
-    """The gradients, tied to an input so that differentiating them raises.
+    """The gradients, tied to an input and to grad_output so that differentiating them raises.
 
     ``once_differentiable`` would not do: it ties them to grad_output alone, and with one that
-    needs no gradient, as from ``output.sum()``, second derivatives would silently be 0.
+    needs no gradient, as from ``output.sum()``, second derivatives would silently be 0. With the
+    input alone so would derivatives by grad_output, as ``torch.autograd.functional.jvp`` asks for.
     """
 
     @staticmethod
-    def forward(ctx, operation: str, anchor: Tensor, *gradients: Tensor | None):  # pyright: ignore
-        del anchor
+    def forward(ctx, operation: str, anchor: Tensor, upstream: Tensor, *gradients: Tensor | None):  # pyright: ignore
+        del anchor, upstream
         ctx.operation = operation
         return gradients
 
@@ -69,7 +70,7 @@ class AttentionFunction(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             inputs = (call.query, call.local_kv, call.sparse_kv, call.attention_sink)
             anchor = next(tensor for tensor, needed in zip(inputs, needs, strict=True) if needed)
-            gradients = Once.apply("attention", anchor, *gradients)
+            gradients = Once.apply("attention", anchor, grad_output, *gradients)
         return (*gradients, None, None)
 
 

@@ -95,7 +95,8 @@ class SharedAttention(torch.autograd.Function):
             anchors = (call.query, call.local_kv, call.sparse_kv, call.attention_sink)
             anchor = next(item for item, need in zip(anchors, ctx.way.needs, strict=True) if need)
             name = "context_parallel_attention"
-            query, local, pool, sink = Once.apply(name, anchor, query, local, pool, sink)  # pyright: ignore
+            found = Once.apply(name, anchor, gradients[0], query, local, pool, sink)
+            query, local, pool, sink = found  # pyright: ignore[reportGeneralTypeIssues]
         return (query, local, pool, None, sink, *(None,) * 8)
 
 

@@ -46,7 +46,7 @@ class CompressFunction(torch.autograd.Function):
             gradients = ctx.runner.backward(call, grad_entries.resolve_neg(), needs)
         if torch.is_grad_enabled():  # create_graph=True
             anchor = next(tensor for tensor, needed in zip(call[:3], needs, strict=True) if needed)
-            gradients = Once.apply("compress_kv", anchor, *gradients)
+            gradients = Once.apply("compress_kv", anchor, grad_entries, *gradients)
         return (*gradients, None, None)
 
 

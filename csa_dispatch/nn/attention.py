@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from ..api import attention
 from ..call import Call
 from ..functional.compressor_checks import check_dense, check_offsets
+from ..transforms import any_autocast
+from ..validation import check_flag, fail
 from .cache import LayerCache
 from .compressor import Compressor
 from .config import CSAConfig
@@ -151,21 +153,19 @@ class CompressedSparseAttention(nn.Module):
             A tensor like ``hidden_states``: with tp_size above 1 this rank's part of it.
 
         Raises:
-            ValueError: a bad shape or layout, or a cache with cu_seqlens, with gradients or
-                with return_record.
+            TypeError, ValueError: a bad argument, or a cache with cu_seqlens, with gradients or
+                with return_record; the message names it, what it is and must be.
         """
         hidden, rows = rows_of(hidden_states, layout)
         config = self.config
-        if hidden.shape[1] != config.hidden_size:
-            raise ValueError(
-                f"hidden_states is of {hidden.shape[1]} channels; it must be of hidden_size, "
-                f"{config.hidden_size}."
-            )
+        _check_hidden(hidden, config, self.q_a_proj.weight)
+        check_flag("dense", dense)
+        check_flag("return_record", return_record)
         if cu_seqlens is not None:
             check_dense("cu_seqlens", cu_seqlens, hidden, "hidden_states")
             check_offsets(cu_seqlens, rows.batch)
         if cache is not None:
-            _check_cached_call(cu_seqlens, return_record)
+            _check_cached_call(cache, cu_seqlens, return_record)
         positions = token_positions(rows.tokens, cu_seqlens, hidden.device)
         if cache is not None:
             positions = positions + cache.past
@@ -255,7 +255,26 @@ class CompressedSparseAttention(nn.Module):
         return cache.attend(query, local_kv, picks, self.sinks)
 
 
-def _check_cached_call(cu_seqlens: Tensor | None, return_record: bool) -> None:
+def _check_hidden(hidden: Tensor, config: CSAConfig, weight: Tensor) -> None:
+    """Raise unless the layer's weights can take ``hidden``, ``[N, C]``."""
+    tokens, channels = hidden.shape
+    if channels != config.hidden_size:
+        required = f"of hidden_size, {config.hidden_size}"
+        fail("hidden_states", f"of {channels} channels", required)
+    if not tokens:
+        fail("hidden_states", "of no tokens", "of one or more")
+    if hidden.device != weight.device:
+        required = f"on {weight.device}, as the layer's weights are"
+        fail("hidden_states", f"on {hidden.device}", required, "Move one of them.")
+    if hidden.dtype != weight.dtype and not any_autocast():
+        required = f"of {weight.dtype}, as the layer's weights are"
+        fail("hidden_states", f"of {hidden.dtype}", required, "Cast it, or use torch.autocast.")
+
+
+def _check_cached_call(cache: object, cu_seqlens: Tensor | None, return_record: bool) -> None:
+    if not isinstance(cache, LayerCache):
+        kind = type(cache).__name__
+        fail("cache", f"a {kind}", "a LayerCache or None", "See LayerCache.", TypeError)
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens is given with a cache; it must be None: one document a row.")
     if return_record:

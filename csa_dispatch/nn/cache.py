@@ -8,6 +8,7 @@ from torch import Tensor
 from ..api import attention
 from ..functional import CompressorState
 from ..functional.past import attention_with_past, complete_entries, window_rows
+from ..validation import fail
 from .config import CSAConfig
 
 
@@ -54,6 +55,9 @@ class LayerCache:
         batch: rows of the batch; all see equally many tokens.
         device, dtype: of the layer's hidden states.
 
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, what it is and must be.
+
     Attributes:
         past: tokens seen.
         entries, index_keys: compressed entries so far, and the indexer's keys.
@@ -68,6 +72,7 @@ class LayerCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        _check(config, batch, dtype)
         like = torch.empty(0, device=device, dtype=dtype)
         self.config, self.past = config, 0
         self._ring = 2 * config.sliding_window
@@ -83,6 +88,11 @@ class LayerCache:
                 "cache is of another layer's config; it must be LayerCache(layer.config, ...)."
             )
         held = self.entries.all_rows
+        if held.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                "cache was made in torch.inference_mode(); it must be used there. Make and use it "
+                "in torch.no_grad() to leave that mode between tokens."
+            )
         for name, found, required in (
             ("batch", held.shape[0], local_kv.shape[0]),
             ("dtype", held.dtype, local_kv.dtype),
@@ -153,3 +163,14 @@ class LayerCache:
     def _slots(self, tokens: range, device: torch.device) -> Tensor:
         """Ring slots of these tokens."""
         return torch.arange(tokens.start, tokens.stop, device=device) % self._ring
+
+
+def _check(config: CSAConfig, batch: int, dtype: torch.dtype | None) -> None:
+    if not isinstance(config, CSAConfig):
+        fail("config", f"a {type(config).__name__}", "the layer's CSAConfig", error=TypeError)
+    if isinstance(batch, bool) or not isinstance(batch, int):
+        fail("batch", f"{batch!r} ({type(batch).__name__})", "an int", error=TypeError)
+    if batch < 1:
+        fail("batch", batch, "1 or more")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        fail("dtype", repr(dtype), "a floating torch.dtype or None", error=TypeError)

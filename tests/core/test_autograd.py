@@ -57,6 +57,18 @@ def test_double_backward_raises(backend: str, power: int) -> None:
         (loss + grad.square().sum()).backward()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_differentiating_by_the_upstream_gradient_raises(backend: str) -> None:
+    made = inputs(grad=True)
+
+    def run(query: torch.Tensor) -> torch.Tensor:
+        return attention(query, *made[1:], sliding_window_size=3, backend=backend)
+
+    query = made.query.detach()
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.functional.jvp(run, query, torch.ones_like(query))
+
+
 def test_lse_is_not_differentiable_and_does_not_disturb_the_rest() -> None:
     made = inputs(grad=True)
     output, lse = attention(*made, sliding_window_size=3, return_lse=True)

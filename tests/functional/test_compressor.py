@@ -290,6 +290,14 @@ def test_differentiating_twice_raises() -> None:
         gradient.sum().backward()
 
 
+def test_differentiating_by_the_upstream_gradient_raises() -> None:
+    call = draw(FORMS["plain"])
+    upstream = torch.ones_like(compressed(call)).requires_grad_()
+    (gradient,) = torch.autograd.grad(compressed(call), call.gates, upstream, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"compress_kv\(\) is differentiable once"):
+        torch.autograd.grad(gradient.sum(), upstream)
+
+
 GOOD = {
     "values": torch.zeros(1, 8, 6),
     "gates": torch.zeros(1, 8, 6),

@@ -174,6 +174,18 @@ def test_bad_arguments_are_named(make_layer, hidden, kind):
         layer([hidden(1, 8)])
     with pytest.raises(ValueError, match="hidden_states is of 31 channels"):
         layer(hidden(1, 8)[..., 1:])
+    with pytest.raises(ValueError, match="hidden_states is of no tokens"):
+        layer(hidden(1, 8)[:, :0])
+    with pytest.raises(ValueError, match=r"hidden_states is of torch.float16; .* Cast it"):
+        layer(hidden(1, 8).half())
+    with pytest.raises(ValueError, match="hidden_states is on meta; it must be on cpu"):
+        layer(hidden(1, 8).to("meta"))
+    with pytest.raises(TypeError, match="dense is 'no'"):
+        layer(hidden(1, 8), dense="no")
+    with pytest.raises(TypeError, match="return_record is 1"):
+        layer(hidden(1, 8), return_record=1)
+    with pytest.raises(TypeError, match="cache is a str"):
+        layer(hidden(1, 8), cache="c")
     with pytest.raises(TypeError, match="cu_seqlens is list"):
         layer(hidden(1, 8), cu_seqlens=[0, 8])
     with pytest.raises(ValueError, match="tp_size is 0"):

@@ -77,3 +77,33 @@ def test_what_a_cache_cannot_do_is_named(make_layer, hidden):
                 layer(x, cache=other)
             assert other.past == 0
             assert other.state is None
+
+
+def test_a_cache_that_cannot_be_made_is_named(make_layer):
+    config = make_layer("csa").config
+    for arguments, error, match in (
+        (({}, 2), TypeError, "config is a dict"),
+        ((config, True), TypeError, "batch is True"),
+        ((config, 2.0), TypeError, "batch is 2.0"),
+        ((config, 0), ValueError, "batch is 0; it must be 1 or more"),
+    ):
+        with pytest.raises(error, match=match):
+            LayerCache(*arguments)
+    for dtype in (torch.int32, "float32"):
+        with pytest.raises(TypeError, match="it must be a floating torch"):
+            LayerCache(config, 2, dtype=dtype)
+
+
+def test_a_cache_of_inference_mode_stays_there(make_layer, hidden):
+    layer, x = make_layer("csa"), hidden(1, 12)
+    with torch.inference_mode():
+        cache = LayerCache(layer.config, 1)
+        layer(x[:, :7], cache=cache)
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="cache was made in torch"),
+    ):
+        layer(x[:, 7:], cache=cache)
+    with torch.inference_mode():
+        layer(x[:, 7:], cache=cache)
+    assert cache.past == 12
