@@ -40,12 +40,12 @@ def transforms_active() -> bool:
 @constant_when_traced
 def _refused(mapped: bool) -> str | None:
     """The transform around a call that cannot apply to it; ``mapped`` as in the next one."""
-    level = _functorch_level()
     refused = _REFUSED if mapped else _REFUSED | _OF_OPERATORS
-    name = None if level is None else refused.get(str(level.key()).rpartition(".")[2])
-    if name is None and forward_ad._current_level >= 0:
-        name = "forward-mode AD"
-    return name
+    for level in reversed(_functorch.get_interpreter_stack() or ()):
+        name = refused.get(str(level.key()).rpartition(".")[2])
+        if name is not None:
+            return name
+    return "forward-mode AD" if forward_ad._current_level >= 0 else None
 
 
 def is_mapped(tensor: Tensor) -> bool:

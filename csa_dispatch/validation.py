@@ -34,6 +34,21 @@ def fail(
     raise error(f"{text}. {remedy}" if remedy else f"{text}.")
 
 
+def check_strided(argument: str, value: object) -> None:
+    """Refuse what is no tensor with memory of its own to read by strides.
+
+    Raises:
+        TypeError, ValueError: it names the argument.
+    """
+    if not isinstance(value, Tensor):
+        fail(argument, type(value).__name__, "a torch.Tensor", error=TypeError)
+    if isinstance(value, (UninitializedParameter, UninitializedBuffer)):
+        fail(argument, "an uninitialised parameter", "materialised", "Run its module once first.")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else f"of layout {value.layout}"
+        fail(argument, kind, "a dense (strided) tensor")
+
+
 def check_flag(argument: str, value: object) -> None:
     """Refuse what is neither a bool nor None.
 
@@ -78,13 +93,7 @@ def validate(
     }
     given = {name: value for name, value in optional.items() if value is not None}
     for name, value in {"query": query, "local_kv": local_kv, **given}.items():
-        if not isinstance(value, Tensor):
-            fail(name, type(value).__name__, "a torch.Tensor", error=TypeError)
-        if isinstance(value, (UninitializedParameter, UninitializedBuffer)):
-            fail(name, "an uninitialised parameter", "materialised", "Run its module once first.")
-        if value.layout is not torch.strided or value.is_nested:
-            kind = "nested" if value.is_nested else f"of layout {value.layout}"
-            fail(name, kind, "a dense (strided) tensor")
+        check_strided(name, value)
     distributed = _is_dtensor(query)
     for name, value in {"local_kv": local_kv, **given}.items():
         if _is_dtensor(value) != distributed:

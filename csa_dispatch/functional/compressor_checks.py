@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from csa_dispatch.validation import DTYPES, MAX_ROWS, fail
+from csa_dispatch.validation import DTYPES, MAX_ROWS, check_strided, fail
 
 OVERLAPPING_RATIO = 4
 """The ratio that V4 pools with two overlapping branches."""
@@ -22,11 +22,8 @@ def check_ratio(compress_ratio: int) -> None:
 
 def check_dense(name: str, tensor: Tensor | None, first: Tensor, of: str) -> None:
     """Raise unless ``tensor`` is a dense one on the device of ``first``, the argument ``of``."""
-    if not isinstance(tensor, Tensor):
-        fail(name, type(tensor).__name__, "a torch.Tensor", error=TypeError)
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
-        fail(name, kind, "a dense (strided) tensor")
+    check_strided(name, tensor)
+    assert tensor is not None
     if tensor.device != first.device:
         fail(name, f"on {tensor.device}", f"on the device of {of}, {first.device}")
 

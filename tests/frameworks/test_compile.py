@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import (
     CheckpointPolicy,

@@ -35,6 +35,8 @@ def test_functorch_gradients_are_refused_clearly_and_vmap_is_right() -> None:
         with pytest.raises(NotImplementedError, match="forward-mode AD"):
             call(dual)
     stacked = torch.stack([made.query, made.query * 2])
+    with pytest.raises(NotImplementedError, match=r"torch\.func\.grad"):
+        torch.func.grad(lambda queries: torch.vmap(call)(queries).sum())(stacked)
     mapped = torch.vmap(call)(stacked)
     torch.testing.assert_close(mapped[1], call(made.query * 2))
 

@@ -225,3 +225,9 @@ def test_forward_derivatives_are_refused_and_ratios_bounded() -> None:
         torch.func.jvp(scores, (query,), (query,))
     with pytest.raises(ValueError, match="compress_ratio is 4294967297; it must be 1 to"):
         scores(query, 2**32 + 1)
+
+
+def test_parameters_without_values_are_named() -> None:
+    empty = torch.nn.UninitializedParameter()
+    with pytest.raises(ValueError, match="weights is an uninitialised parameter"):
+        indexer_scores(torch.randn(1, 2, 8, 4), torch.randn(1, 8, 4), empty, compress_ratio=4)
