@@ -44,7 +44,6 @@ from .hopper_window_rows import (
 )
 
 LOWEST = gl.constexpr(-3.4e38)
-AHEAD = gl.constexpr(8)
 
 STRIDES = tuple(f"{name}_{dim}" for name in ("query", "local", "out") for dim in "bht")
 SIZES = ("start_b", "start_t", "heads", "tokens", "window", "splits", "split_tiles")
@@ -170,20 +169,11 @@ def window_forward_kernel(
     for i in range(count - 1):
         first_head = (first_tile + i // 2) * TILE_HEADS
         next_head = (first_tile + (i + 1) // 2) * TILE_HEADS
-        # Most of the next tile's rows, on their way while this one is weighted.
-        q = run.load(query, (i + 1) % 2, next_head, 0, AHEAD)
+        # The next tile's rows, on their way while this one is weighted.
+        q = run.load(query, (i + 1) % 2, next_head, 0, PIECES)
         _store_output(run, out, keys, i % 2, first_head, p, more_p, factor)
-        q = q + run.load(query, (i + 1) % 2, next_head, AHEAD, PIECES - AHEAD)
+        last = (i + 2 == count).to(gl.int32)
         p, more_p, factor = _weights(
-            run,
-            keys,
-            odd,
-            SINK,
-            LSE,
-            scale_log2,
-            q,
-            first_tile,
-            i + 1,
-            (i + 2 == count).to(gl.int32),
+            run, keys, odd, SINK, LSE, scale_log2, q, first_tile, i + 1, last
         )
     _store_output(run, out, keys, 1, (last_tile - 1) * TILE_HEADS, p, more_p, factor)
