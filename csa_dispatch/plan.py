@@ -12,6 +12,7 @@ from .call import Kind
 from .call_spec import CallSpec, check_spec, spec_of
 from .explain import describe, explain
 from .layouts import LAYOUTS
+from .memo import Memo
 from .policy import Entry
 from .prepared import (
     Arguments,
@@ -19,15 +20,15 @@ from .prepared import (
     autocast_arguments,
     canonical,
     checked_call,
-    is_plain,
     run,
     run_operator,
-    signature,
+    tensors_plain,
+    undisturbed,
 )
 from .reasons import BackendRefused, Reason
 from .registry import backends
 from .routing import Decision, entry_reasons
-from .runner import CACHE_SIZE, Runner
+from .runner import Runner
 from .settings import settings
 from .tracing import constant_when_traced
 from .transforms import any_autocast
@@ -60,9 +61,7 @@ class Plan:
     policy: str
     why: str
     versions: tuple[tuple[str, str], ...] = ()
-    _prepared: dict[Any, Prepared] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _memo: Memo = field(default_factory=Memo, init=False, repr=False, compare=False)
 
     def verify(self, spec: CallSpec | None = None) -> tuple[Reason, ...]:
         """Why this plan cannot run ``spec`` (its own by default) here; empty when it can."""
@@ -109,26 +108,29 @@ class Plan:
         )
         if any_autocast():
             arguments = autocast_arguments(arguments)
-        if not is_plain(arguments):
-            call = checked_call(arguments)
-            check = _checks_values()
-            result = run_operator(arguments, call, self.forward, self.backward, check)
-            return result if return_lse else result[0]
-        try:
-            key = signature(arguments)
-            prepared = self._prepared.get(key)
-        except (TypeError, RuntimeError):
-            checked_call(arguments)
-            raise
+        eager = undisturbed()
+        prepared = self._memo.recall(arguments) if eager else None
         if prepared is None:
-            prepared = self._prepare(arguments, key)
+            if not (eager and tensors_plain(arguments)):
+                call = checked_call(arguments)
+                check = _checks_values()
+                result = run_operator(arguments, call, self.forward, self.backward, check)
+                return result if return_lse else result[0]
+            prepared = self._prepare(arguments)
         call = canonical(arguments, prepared.order, prepared.scale)
         if settings().check_values:
             check_values_of(call)
         result = run(prepared, call)
         return result if return_lse else result[0]
 
-    def _prepare(self, arguments: Arguments, key: object) -> Prepared:
+    def _prepare(self, arguments: Arguments) -> Prepared:
+        try:
+            key, prepared = self._memo.find(arguments)
+        except (TypeError, RuntimeError):
+            checked_call(arguments)
+            raise
+        if prepared is not None:
+            return prepared
         call = checked_call(arguments)
         needs = needs_of(call)
         spec = spec_of(call, needs)
@@ -140,13 +142,11 @@ class Plan:
         decision = Decision(spec, self.forward, backward, self.why, self.policy, ())
         order = LAYOUTS[arguments.layout]
         prepared = Prepared(order, call.scale, any(needs), Runner(decision), None)
-        if len(self._prepared) >= CACHE_SIZE:
-            self._prepared.clear()
-        self._prepared[key] = prepared
+        self._memo.keep(key, prepared)
         return prepared
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_prepared": {}}
+        return {**self.__dict__, "_memo": Memo()}
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data; ``from_dict`` restores it."""

@@ -78,14 +78,22 @@ def autocast_arguments(arguments: Arguments) -> Arguments:
     )
 
 
+def undisturbed() -> bool:
+    """Whether the call is in eager mode, with no dispatch mode and no transform around it."""
+    return not (torch.compiler.is_compiling() or dispatch_modes() or transforms_active())
+
+
 def is_plain(arguments: Arguments) -> bool:
-    """Whether the call may skip the operators: plain tensors, eager mode, no dispatch mode.
+    """Whether the call may skip the operators: it is undisturbed, and its tensors are plain."""
+    return undisturbed() and tensors_plain(arguments)
+
+
+def tensors_plain(arguments: Arguments) -> bool:
+    """Whether all tensors are ordinary ones, whose memory a kernel may read.
 
     Tensors whose negation is lazy, as of ``z.conj().imag``, are not plain: a kernel that reads
     their memory would miss the sign. The operators get them resolved.
     """
-    if torch.compiler.is_compiling() or dispatch_modes() or transforms_active():
-        return False
     query, local_kv, sparse_kv, _, sink = arguments[:5]
     if query is None or local_kv is None:
         return False  # validation says so
@@ -99,6 +107,20 @@ def is_plain(arguments: Arguments) -> bool:
     return query.layout is torch.strided and not query.is_meta
 
 
+def situation(arguments: Arguments) -> tuple[object, ...]:
+    """What checks and routing depend on beside tensors' properties and the scalars."""
+    query, local_kv, sparse_kv = arguments[:3]
+    address = query.data_ptr() | local_kv.data_ptr()
+    if sparse_kv is not None:
+        address |= sparse_kv.data_ptr()
+    return (
+        address & 15,
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
 def signature(arguments: Arguments) -> tuple[object, ...]:
     """A hashable key of all the metadata a plain call's checks and routing depend on.
 
@@ -107,10 +129,6 @@ def signature(arguments: Arguments) -> tuple[object, ...]:
     says what is wrong.
     """
     window, ratio, scale, layout = arguments[8:]
-    query, local_kv, sparse_kv = arguments[:3]
-    address = query.data_ptr() | local_kv.data_ptr()
-    if sparse_kv is not None:
-        address |= sparse_kv.data_ptr()
     return (
         *[
             None
@@ -132,10 +150,7 @@ def signature(arguments: Arguments) -> tuple[object, ...]:
         scale,
         type(scale),
         layout,
-        address & 15,
-        torch.is_grad_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
+        *situation(arguments),
     )
 
 

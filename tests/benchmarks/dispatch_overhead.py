@@ -21,8 +21,6 @@ from torch import Tensor
 import csa_dispatch
 from csa_dispatch import Backend, Call, Capabilities, Gradients, attention, backends, resolve
 
-ROUNDS = 31
-
 
 class Free(Backend):
     """Returns ready tensors: what remains is the dispatcher."""
@@ -48,10 +46,12 @@ class Free(Backend):
         return Gradients(call.query, call.local_kv, call.sparse_kv, call.attention_sink)
 
 
-def measure(variants: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
+def measure(
+    variants: dict[str, Callable[[], object]], rounds: int, calls: int
+) -> dict[str, float]:
     """Time per call of each variant in its quietest round, in microseconds."""
     times: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, run in variants.items():
             start = time.perf_counter()
             for _ in range(calls):
@@ -74,7 +74,8 @@ def overhead() -> dict[str, float]:
     if "free" not in backends():
         csa_dispatch.register_backend(Free(query))
     found: dict[str, float] = {}
-    for name, calls in (("free", 500), ("eager", 20)):
+    # Short rounds of the free one: on a busy machine some still fall into a quiet moment.
+    for name, rounds, calls in (("free", 500, 50), ("eager", 31, 20)):
         backend = backends()[name].backend
         assert backend is not None
         plan = resolve(*tensors, sliding_window_size=2, backend=name)
@@ -85,6 +86,7 @@ def overhead() -> dict[str, float]:
                     "attention": lambda: attention(*tensors, sliding_window_size=2),
                     "plan": lambda plan=plan: plan(*tensors, sliding_window_size=2),
                 },
+                rounds,
                 calls,
             )
         for variant in ("attention", "plan"):
