@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.library import CustomOpDef  # pyright: ignore[reportPrivateImportUsage]
 
 from .call import Call
 from .runner import Runner
@@ -29,10 +32,19 @@ class Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_: Tensor | None):  # pyright: ignore
-        raise RuntimeError(
-            f"{ctx.operation}() is differentiable once; its gradients were differentiated again "
-            "(create_graph=True)."
-        )
+        _refuse(ctx.operation)
+
+
+def differentiable_once(operation: str, gradients: CustomOpDef) -> None:
+    """Have differentiating the operator ``gradients`` raise in the name of ``operation``."""
+    gradients.register_autograd(lambda _ctx, *_: _refuse(operation))
+
+
+def _refuse(operation: str) -> NoReturn:
+    raise RuntimeError(
+        f"{operation}() is differentiable once; its gradients were differentiated again "
+        "(create_graph=True)."
+    )
 
 
 class AttentionFunction(torch.autograd.Function):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autograd import Needs
+from .autograd import Needs, differentiable_once
 from .call import Call, Gradients
 from .call_spec import spec_of
 from .forcing import Forced, check_reached
@@ -175,3 +175,4 @@ def _backward(ctx: Any, grad_output: Tensor, _grad_lse: Tensor | None) -> tuple[
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
+differentiable_once("attention", attention_backward_op)

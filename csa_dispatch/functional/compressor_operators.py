@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from csa_dispatch.autograd import Once
+from csa_dispatch.autograd import Once, differentiable_once
 from csa_dispatch.auxiliary import traced_runner
 from csa_dispatch.compressor_call import CompressorCall, CompressorNeeds, compressor_spec_of
 from csa_dispatch.runner import Runner
+from csa_dispatch.transforms import is_mapped
 
 _CALL = (
     "Tensor values, Tensor gates, Tensor position_bias, SymInt compress_ratio, bool overlapping, "
@@ -42,6 +44,9 @@ class CompressFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_entries: Tensor) -> tuple[Any, ...]:  # pyright: ignore
         call = _saved_call(ctx)
         needs: CompressorNeeds = ctx.needs_input_grad[:3]
+        if is_mapped(grad_entries):  # torch runs an operator once for each mapped gradient
+            names = ctx.runner.decision.forward or "", ctx.runner.decision.backward or ""
+            return (*_run_backward(grad_entries, call, needs, *names), None, None)
         with torch.no_grad():
             gradients = ctx.runner.backward(call, grad_entries.resolve_neg(), needs)
         if torch.is_grad_enabled():  # create_graph=True
@@ -109,15 +114,23 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     ctx.save_for_backward(*inputs[:3], *inputs[5:_CALL_SIZE])
     ctx.scalars = inputs[3:5]
-    ctx.routing = inputs[_CALL_SIZE:]
+    needs, *names = inputs[_CALL_SIZE:]
+    # Inside torch.vmap whoever called the operator could not see which gradients are needed.
+    found = zip(needs, ctx.needs_input_grad[:3], strict=True)
+    ctx.routing = ([a or b for a, b in found], *names)
+
+
+def _run_backward(
+    grad_entries: Tensor, call: CompressorCall, needs: Sequence[bool], *names: str
+) -> tuple[Tensor | None, ...]:
+    """Gradients of values, gates and position_bias by the operator; None where not needed."""
+    found = torch.ops.csa_dispatch.compress_kv_backward(grad_entries, *call, list(needs), *names)
+    return tuple(item if needed else None for item, needed in zip(found, needs, strict=True))
 
 
 def _backward(ctx: Any, grad_entries: Tensor) -> tuple[Tensor | None, ...]:
-    call = _saved_call(ctx)
-    found = torch.ops.csa_dispatch.compress_kv_backward(grad_entries, *call, *ctx.routing)
-    needs = ctx.routing[0]
-    gradients = (item if needed else None for item, needed in zip(found, needs, strict=True))
-    return (*gradients, *(None,) * 7)
+    return (*_run_backward(grad_entries, _saved_call(ctx), *ctx.routing), *(None,) * 7)
 
 
 compress_kv_op.register_autograd(_backward, setup_context=_setup_context)
+differentiable_once("compress_kv", compress_kv_backward_op)

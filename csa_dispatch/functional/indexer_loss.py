@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from csa_dispatch.autograd import differentiable_once
 from csa_dispatch.transforms import outside_autocast, refuse_transforms
 
 from .indexer_loss_checks import check_indexer_loss
@@ -161,3 +162,4 @@ def _backward(ctx: Any, grad_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | 
 
 
 _indexer_kl_loss.register_autograd(_backward, setup_context=_setup_context)
+differentiable_once("indexer_kl_loss", _indexer_kl_loss_backward)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autograd import differentiable_once
 from ..transforms import outside_autocast, refuse_transforms
 from .indexer import cast_by_autocast
 from .indexer_checks import check_documents, check_operands, check_scale, check_scored
@@ -187,3 +188,4 @@ def _backward(ctx: Any, grad_scores: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _indexer_scores.register_autograd(_backward, setup_context=_setup_context)
+differentiable_once("indexer_scores", _indexer_scores_backward)

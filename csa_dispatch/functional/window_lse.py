@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from csa_dispatch.api import attention
-from csa_dispatch.autograd import Needs, needs_of
+from csa_dispatch.autograd import Needs, differentiable_once, needs_of
 from csa_dispatch.auxiliary import traced_choice, traced_runner
 from csa_dispatch.call import Call
 from csa_dispatch.call_spec import spec_of
@@ -276,3 +276,4 @@ def _backward(ctx: Any, grad_output: Tensor, *_: Tensor | None) -> tuple[Any, ..
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)
+differentiable_once("attention_with_window_lse", _gradients)

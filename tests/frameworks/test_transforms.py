@@ -105,6 +105,20 @@ def test_many_gradients_at_once_are_each_right(compiled: bool) -> None:
     )
 
 
+def test_second_derivatives_of_many_gradients_raise():
+    made = inputs(grad=True)
+    output = attention(*made, sliding_window_size=3)
+    (mapped,) = torch.autograd.grad(
+        output,
+        made.query,
+        torch.stack([output.detach()] * 2),
+        is_grads_batched=True,
+        create_graph=True,
+    )
+    with pytest.raises(RuntimeError, match=r"attention\(\) is differentiable once"):
+        mapped.sum().backward()
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("fixed", [False, True])
 def test_vmap_has_gradients_of_what_it_maps(compiled: bool, fixed: bool) -> None:

@@ -283,6 +283,31 @@ def test_transforms_that_would_be_wrong_are_refused(transform: str) -> None:
         run[transform]()
 
 
+def test_mapped_gradients_and_values_are_each_right() -> None:
+    call = draw(FORMS["overlapping"], offsets=DOCUMENTS["packed"])
+    entries = compressed(call)
+    upstream = torch.stack([entries.detach(), entries.detach().square()])
+
+    def gradients(one: Tensor, **options: bool) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(entries, call[:3], one, retain_graph=True, **options)
+
+    right = [torch.stack(each) for each in zip(*map(gradients, upstream), strict=True)]
+    for found in (gradients(upstream, is_grads_batched=True), torch.vmap(gradients)(upstream)):
+        for one, other in zip(found, right, strict=True):
+            torch.testing.assert_close(one, other)
+
+    stacked = torch.stack([call.values.detach(), call.gates.detach()]).requires_grad_()
+
+    def mapped(values: Tensor) -> Tensor:
+        return compressed(call._replace(values=values))
+
+    leaves = [stacked, call.gates]
+    found = torch.autograd.grad(torch.vmap(mapped)(stacked).sum(), leaves)
+    total = torch.stack([mapped(values) for values in stacked]).sum()
+    for one, other in zip(found, torch.autograd.grad(total, leaves), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_differentiating_twice_raises() -> None:
     call = draw(FORMS["plain"])
     (gradient,) = torch.autograd.grad(compressed(call).sum(), call.gates, create_graph=True)

@@ -257,7 +257,7 @@ def test_it_compiles_without_a_graph_break() -> None:
 def test_differentiating_twice_raises() -> None:
     call = draw()
     (gradient,) = torch.autograd.grad(loss_of(call, "mean"), call.index_scores, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
+    with pytest.raises(RuntimeError, match=r"indexer_kl_loss\(\) is differentiable once"):
         gradient.nan_to_num().sum().backward()
 
 
