@@ -32,16 +32,19 @@ SHAPES = (
     {"heads": 6, "kv_heads": 2, "head_dim": 64, "dtype": "float32"},
 )
 SIZES = {"tokens": 24, "pool": 70, "slots": 67, "window": 9, "content": "scattered"}
+# Window-only calls long enough for the kernels that keep their keys in shared memory.
+LONG_WINDOW = {"tokens": 1030, "window": 100, "heads": 16, "head_dim": 512, "dtype": "bfloat16"}
 
 
 def cases() -> list[Case]:
-    """Every kind at every shape, and the deterministic backward of each."""
-    return [
+    """Every kind at every shape, the deterministic backward of each, and a long window."""
+    made = [
         Case(**{**SIZES, **kind, **shape, "deterministic": deterministic})  # type: ignore
         for shape in SHAPES
         for kind in KINDS
         for deterministic in (False, True)
     ]
+    return [*made, Case(**{**SIZES, **KINDS[-1], **LONG_WINDOW})]  # type: ignore
 
 
 def main(texts: list[str]) -> int:
