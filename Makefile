@@ -24,8 +24,8 @@ OTHERS := $(addprefix --ignore ,$(INTERPRETED))
 NEWER_TRITON := .venv/triton-3.9.0
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint typecheck unit interpreted newer-triton measured parity docs
-.PHONY: format clean distclean
+.PHONY: help env demo test lint typecheck unit interpreted newer-triton measured parity parity-all
+.PHONY: parity-edge docs format clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,7 +52,6 @@ unit: env ## tests that need no special process
 
 interpreted: env ## tests of the Triton kernels in Triton's interpreter
 	$(PYTEST) -n $(WORKERS) -m 'not slow and not serial' $(INTERPRETED)
-	$(INTERPRETER) $(BIN)/csa-dispatch parity --matrix edge.toml --backend triton --filter float32
 
 # A later Triton beside the pinned one, for what compiles there; it is never installed.
 newer-triton: env ## compile the kernels with Triton 3.9 too, and interpret a few
@@ -64,9 +63,15 @@ newer-triton: env ## compile the kernels with Triton 3.9 too, and interpret a fe
 measured: env ## tests that measure time or memory, one at a time
 	$(PYTEST) -m 'serial and not slow' $(OTHERS)
 
-parity: env ## every backend against the float64 oracle; writes out/parity.html
+parity: env ## every backend against the float64 oracle, beside edge cells; writes out/parity.html
+	$(MAKE) --no-print-directory -j $(WORKERS) parity-all parity-edge
+
+parity-all: env
 	$(INTERPRETER) $(BIN)/csa-dispatch parity --matrix ci.toml --require eager --require triton \
 		--html out/parity.html --junit out/parity.xml
+
+parity-edge: env
+	$(INTERPRETER) $(BIN)/csa-dispatch parity --matrix edge.toml --backend triton --filter float32
 
 docs: env ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
