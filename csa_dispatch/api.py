@@ -173,6 +173,7 @@ def attention(
         scale,
         layout,
     )
+    check_flag("return_lse", return_lse)
     check_flag("check_values", check_values)
     if any_autocast():
         arguments = autocast_arguments(arguments)

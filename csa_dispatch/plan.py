@@ -32,6 +32,7 @@ from .runner import Runner
 from .settings import settings
 from .tracing import constant_when_traced
 from .transforms import any_autocast
+from .validation import check_flag
 from .value_checks import check_values as check_values_of
 
 
@@ -106,6 +107,7 @@ class Plan:
             scale,
             layout,
         )
+        check_flag("return_lse", return_lse)
         if any_autocast():
             arguments = autocast_arguments(arguments)
         eager = undisturbed()

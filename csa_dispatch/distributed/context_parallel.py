@@ -93,6 +93,7 @@ def context_parallel_attention(
         scale,
         layout,
     )
+    check_flag("return_lse", return_lse)
     check_flag("check_values", check_values)
     check = _checks_values() if check_values is None else check_values
     shards = Shards(group)

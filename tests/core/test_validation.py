@@ -238,9 +238,16 @@ def test_check_values_reads_offsets_and_indices(name: str, how: str, environment
 
 
 @pytest.mark.parametrize("value", ["yes", 1, torch.tensor(True)])
-def test_check_values_must_be_a_bool(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"check_values is .*; it must be a bool or None"):
-        attention(**arguments(), check_values=value)
+@pytest.mark.parametrize("name", ["check_values", "return_lse"])
+def test_flags_must_be_bools(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{name} is .*; it must be a bool or None"):
+        attention(**arguments(), **{name: value})
+
+
+def test_a_plans_flag_must_be_a_bool() -> None:
+    plan = csa_dispatch.resolve(**arguments())
+    with pytest.raises(TypeError, match="return_lse is 1"):
+        plan(**arguments(), return_lse=1)  # pyright: ignore[reportArgumentType]
 
 
 def test_check_values_of_the_environment_holds_for_plans(environment: Any) -> None:
