@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from .forcing import Forced, forced_for, traced_block
 from .policy import current_policy
-from .prepared import PLAIN_TYPES, dispatch_modes
+from .prepared import PLAIN_TYPES, undisturbed
 from .runner import Runner, runner_for
 from .settings import settings
 from .spec import Spec
 from .tracing import constant_when_traced
-from .transforms import transforms_active
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _describers: dict[Callable[..., Any], Callable[..., Spec]] = {}
@@ -64,9 +62,7 @@ def runner_of(spec: Spec, backend: str | None, backward_backend: str | None = No
 
 def plain(*tensors: Tensor | None) -> bool:
     """Whether a call on these tensors may skip the opaque operators."""
-    if torch.compiler.is_compiling() or dispatch_modes() or transforms_active():
-        return False
-    return all(
+    return undisturbed() and all(
         type(tensor) in PLAIN_TYPES and (tensor is None or not (tensor.is_meta or tensor.is_neg()))
         for tensor in tensors
     )

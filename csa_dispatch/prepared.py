@@ -100,11 +100,13 @@ def tensors_plain(arguments: Arguments) -> bool:
     for value in arguments[:8]:
         if type(value) not in PLAIN_TYPES:
             return False
+        if value is not None and value.layout is not torch.strided:
+            return False
     if query.is_neg() or local_kv.is_neg():
         return False
     if (sparse_kv is not None and sparse_kv.is_neg()) or (sink is not None and sink.is_neg()):
         return False
-    return query.layout is torch.strided and not query.is_meta
+    return not query.is_meta
 
 
 def situation(arguments: Arguments) -> tuple[object, ...]:

@@ -203,6 +203,10 @@ def test_bad_argument_cannot_ride_on_a_good_ones_cache_entry() -> None:
     ):
         with pytest.raises(TypeError, match=name):
             attention(**{**made, name: bad}, backend="eager")
+    for bad in (torch.zeros(4).to_mkldnn(), torch.zeros(4).to_sparse()):
+        attention(**{**made, "attention_sink": torch.zeros(4)}, backend="eager")
+        with pytest.raises((TypeError, ValueError), match="attention_sink is"):
+            attention(**{**made, "attention_sink": bad}, backend="eager")
 
 
 def test_validation_holds_under_tracing() -> None:
