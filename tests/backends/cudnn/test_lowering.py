@@ -81,13 +81,7 @@ def test_every_kernel_lowers(arch: str):
     check(run(arch, *KERNELS), arch, list(KERNELS))
 
 
-@pytest.mark.parametrize(
-    "arch",
-    [
-        pytest.param(arch, marks=[pytest.mark.slow] if arch == "sm_103a" else [])
-        for arch in CAPABILITIES
-    ],
-)
+@pytest.mark.parametrize("arch", CAPABILITIES)
 def test_the_indexers_kernels_lower_and_what_it_accepts_is_what_we_claim(arch: str):
     rows = run(arch, program="lowering_indexer")
     major, minor = CAPABILITIES[arch]
