@@ -17,18 +17,18 @@ Needs = tuple[bool, bool, bool, bool]
 
 
 class Once(torch.autograd.Function):
-    """The gradients, tied to an input and to grad_output so that differentiating them raises.
+    """The gradients, tied to all that they depend on so that differentiating them raises.
 
     ``once_differentiable`` would not do: it ties them to grad_output alone, and with one that
-    needs no gradient, as from ``output.sum()``, second derivatives would silently be 0. With the
-    input alone so would derivatives by grad_output, as ``torch.autograd.functional.jvp`` asks for.
+    needs no gradient, as from ``output.sum()``, second derivatives would silently be 0. So would
+    those by any input, or by grad_output, that were left out here.
     """
 
     @staticmethod
-    def forward(ctx, operation: str, anchor: Tensor, upstream: Tensor, *gradients: Tensor | None):  # pyright: ignore
-        del anchor, upstream
+    def forward(ctx, operation: str, sources: int, *tensors: Tensor | None):  # pyright: ignore
+        """``tensors`` are ``sources`` that the gradients depend on, then the gradients."""
         ctx.operation = operation
-        return gradients
+        return tensors[sources:]
 
     @staticmethod
     def backward(ctx, *_: Tensor | None):  # pyright: ignore
@@ -80,9 +80,8 @@ class AttentionFunction(torch.autograd.Function):
         with torch.no_grad():
             gradients = ctx.runner.backward(call, output, lse, grad_output, needs)
         if torch.is_grad_enabled():  # create_graph=True
-            inputs = (call.query, call.local_kv, call.sparse_kv, call.attention_sink)
-            anchor = next(tensor for tensor, needed in zip(inputs, needs, strict=True) if needed)
-            gradients = Once.apply("attention", anchor, grad_output, *gradients)
+            sources = (call.query, call.local_kv, call.sparse_kv, call.attention_sink, grad_output)
+            gradients = Once.apply("attention", len(sources), *sources, *gradients)
         return (*gradients, None, None)
 
 

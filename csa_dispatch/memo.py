@@ -8,7 +8,7 @@ does before it enters a graph.
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from .runner import CACHE_SIZE
 # Not public; where a torch has no such type, every call takes the signature's way.
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _TensorGuards: Any = getattr(_guards, "TensorGuards", None)
+_nested = attrgetter("is_nested")
 
 
 class Guard(NamedTuple):
@@ -60,16 +61,22 @@ class Guard(NamedTuple):
 
     def matches(self, arguments: Arguments) -> bool:
         """Whether these arguments are such a call's; anything at all may be asked about."""
-        # Scalars by identity: True == 1 == 1.0, but they are different arguments.
-        return (
-            arguments.sliding_window_size is self.window
-            and arguments.compress_ratio is self.ratio
-            and arguments.scale is self.scale
-            and arguments.layout is self.layout
-            and _absent(arguments) == self.absent
-            and self.check_tensors(*self.present(arguments))
-            and situation(arguments) == self.situation
-        )
+        tensors = self.present(arguments)
+        try:
+            # Scalars by identity: True == 1 == 1.0, but they are different arguments.
+            return (
+                arguments.sliding_window_size is self.window
+                and arguments.compress_ratio is self.ratio
+                and arguments.scale is self.scale
+                and arguments.layout is self.layout
+                and _absent(arguments) == self.absent
+                # Torch would ask a nested tensor for its strides, and abort the process.
+                and True not in map(_nested, tensors)
+                and self.check_tensors(*tensors)
+                and situation(arguments) == self.situation
+            )
+        except AttributeError:
+            return False  # of what is no tensor
 
 
 def _absent(arguments: Arguments) -> tuple[bool, ...]:

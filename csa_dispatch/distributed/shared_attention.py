@@ -92,10 +92,9 @@ class SharedAttention(torch.autograd.Function):
         with torch.no_grad():
             query, local, pool, sink = _gradients(ctx, call, saved, halo_kv, halo_ids)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            anchors = (call.query, call.local_kv, call.sparse_kv, call.attention_sink)
-            anchor = next(item for item, need in zip(anchors, ctx.way.needs, strict=True) if need)
-            name = "context_parallel_attention"
-            found = Once.apply(name, anchor, gradients[0], query, local, pool, sink)
+            inputs = (call.query, call.local_kv, call.sparse_kv, call.attention_sink)
+            name, sources = "context_parallel_attention", (*inputs, gradients[0])
+            found = Once.apply(name, len(sources), *sources, query, local, pool, sink)
             query, local, pool, sink = found  # pyright: ignore[reportGeneralTypeIssues]
         return (query, local, pool, None, sink, *(None,) * 8)
 

@@ -50,8 +50,8 @@ class CompressFunction(torch.autograd.Function):
         with torch.no_grad():
             gradients = ctx.runner.backward(call, grad_entries.resolve_neg(), needs)
         if torch.is_grad_enabled():  # create_graph=True
-            anchor = next(tensor for tensor, needed in zip(call[:3], needs, strict=True) if needed)
-            gradients = Once.apply("compress_kv", anchor, grad_entries, *gradients)
+            sources = (*call[:3], grad_entries)
+            gradients = Once.apply("compress_kv", len(sources), *sources, *gradients)
         return (*gradients, None, None)
 
 

@@ -90,7 +90,7 @@ def attention_with_window_lse(
             sparse_kv,
             kv_indices,
             attention_sink,
-            sliding_window_size=0,
+            sliding_window_size=sliding_window_size,
             cu_seqlens=cu_seqlens,
             cu_seqlens_k=cu_seqlens_k,
             scale=scale,

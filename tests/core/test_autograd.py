@@ -17,6 +17,7 @@ from csa_dispatch import (
     record_receipts,
     use_backend,
 )
+from csa_dispatch.call_spec import GRADIENT_INPUTS
 from tests.core.probes import Inputs, WindowBackend, inputs
 
 BACKENDS = ["eager", "attention_gym"]
@@ -55,6 +56,16 @@ def test_double_backward_raises(backend: str, power: int) -> None:
     (grad,) = torch.autograd.grad(loss, made.query, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         (loss + grad.square().sum()).backward()
+
+
+@pytest.mark.parametrize("first", GRADIENT_INPUTS)
+@pytest.mark.parametrize("second", GRADIENT_INPUTS)
+def test_second_derivatives_by_any_input_raise(first: str, second: str) -> None:
+    made = inputs(grad=True)
+    output = attention(*made, sliding_window_size=3)
+    (grad,) = torch.autograd.grad(output.sum(), getattr(made, first), create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(grad.sum(), getattr(made, second))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -75,6 +75,7 @@ for field in ("query", "local_kv", "sparse_kv", "kv_indices", "attention_sink"):
         "Parameter": lambda tensor: torch.nn.Parameter(tensor.detach(), tensor.requires_grad),
         "subclass": lambda tensor: tensor.as_subclass(Subclass),
         "sparse": lambda tensor: tensor.detach().to_sparse(),
+        "nested": lambda tensor: torch.nested.nested_tensor([tensor[0].detach()]),
         "copy": lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad),
     }.items():
         CHANGES[f"{field}: {name}"] = lambda made, field=field, change=change: made._replace(
@@ -95,9 +96,21 @@ for field in ("query", "local_kv", "sparse_kv", "kv_indices", "attention_sink"):
         CHANGES[f"{field}: restrided"] = lambda made, field=field: made._replace(
             **{field: restrided(getattr(made, field))}
         )
-offsets = torch.tensor([0, 8], dtype=torch.int32)
-for field in ("cu_seqlens", "cu_seqlens_k", "doc_ids"):
-    CHANGES[f"{field}: given"] = lambda made, field=field: made._replace(**{field: offsets})
+OFFSETS = torch.tensor([0, 3, 8], dtype=torch.int32)
+DOCUMENTS = {"cu_seqlens": OFFSETS, "cu_seqlens_k": OFFSETS.clone(), "doc_ids": OFFSETS.clone()}
+for field, given in DOCUMENTS.items():
+    for name, changed in {
+        "given": given,
+        "int64": given.long(),
+        "longer": torch.cat((given, given)),
+        "meta": given.to("meta"),
+        "restrided": torch.stack((given, given), -1)[:, 0],
+        "copy": given.clone(),
+        "number": 3,
+    }.items():
+        CHANGES[f"{field}: {name}"] = lambda made, field=field, changed=changed: made._replace(
+            **{field: changed}
+        )
 for field, values in {
     "sliding_window_size": (True, 1.0, 2, "1"),
     "compress_ratio": (0, 4, False),
@@ -111,14 +124,15 @@ for field, values in {
 
 
 def test_guard_tells_apart_whatever_signatures_do() -> None:
-    made = base()
-    variants = {name: change(made) for name, change in CHANGES.items()}
+    variants = {name: change(base()) for name, change in CHANGES.items()}
+    packed = base()._replace(**DOCUMENTS)
+    variants |= {f"packed, {name}": change(packed) for name, change in CHANGES.items()}
     guards = {
         name: Guard.of(variant, None)  # pyright: ignore[reportArgumentType]
         for name, variant in variants.items()
         if is_acceptable(variant)
     }
-    assert len(guards) > 30
+    assert len(guards) > 100
     for (name, guard), (other, variant) in product(guards.items(), variants.items()):
         if not guard.matches(variant):
             assert name != other, f"{name} does not match itself"
@@ -126,8 +140,11 @@ def test_guard_tells_apart_whatever_signatures_do() -> None:
         assert tensors_plain(variant), f"{name} takes {other}, which is not plain"
         same = signature(variant) == signature(variants[name])
         assert same, f"{name} takes {other} for its own"
-    recognised = {other for other, variant in variants.items() if guards["none"].matches(variant)}
-    assert recognised == {"none", *(f"{field}: copy" for field in made._fields[:5])}
+    for kind, copied in (("", packed._fields[:5]), ("packed, ", packed._fields[:8])):
+        guard = guards[f"{kind}none"]
+        recognised = {name for name, variant in variants.items() if guard.matches(variant)}
+        same = {f"{kind}{name}" for name in ("none", *(f"{field}: copy" for field in copied))}
+        assert recognised == same | {f"{kind}{field}: given" for field in copied[5:]}
 
 
 def is_acceptable(arguments: Arguments) -> bool:
@@ -199,6 +216,18 @@ def test_plan_guards_the_call_it_sees_twice_in_a_row() -> None:
     assert not guarded(plan, *other)
     with torch.no_grad():
         assert torch.equal(plan(*made, sliding_window_size=4), expected)
+
+
+def test_a_guarded_plan_names_nested_tensors() -> None:
+    made = inputs()
+    plan = resolve(*made, sliding_window_size=4)
+    for _ in range(3):
+        plan(*made, sliding_window_size=4)
+    assert guarded(plan, *made)
+    for field in ("query", "local_kv", "sparse_kv", "attention_sink"):
+        nested = torch.nested.nested_tensor([getattr(made, field)[:1]])
+        with pytest.raises(ValueError, match=f"{field} is nested"):
+            plan(*made._replace(**{field: nested}), sliding_window_size=4)
 
 
 def test_guard_keeps_no_tensor_alive() -> None:

@@ -147,5 +147,8 @@ def test_a_backward_that_does_not_use_lse_is_refused() -> None:
 def test_without_entries_it_says_what_to_call() -> None:
     arguments = draw()
     arguments["sparse_kv"] = None
+    for window in (False, 0.0):
+        with pytest.raises(TypeError, match=f"sliding_window_size is {window}"):
+            attention_with_window_lse(**{**draw(), "sliding_window_size": window})
     with pytest.raises(ValueError, match=r"sparse_kv is None.*attention\(\)'s lse"):
         attention_with_window_lse(**arguments)
