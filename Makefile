@@ -33,7 +33,7 @@ help: ## list the targets
 env: ## build .venv (idempotent)
 	@PYTHON='$(PYTHON)' TORCH_SPEC='$(TORCH_SPEC)' bash scripts/bootstrap.sh
 
-demo: env ## train a small V4 model on real text, then compare all backends on its tensors
+demo: env ## train a small V4 model on real text, then compare what runs here on its tensors
 	$(BIN)/csa-dispatch demo $(if $(DEMO_STEPS),--steps $(DEMO_STEPS))
 
 test: lint typecheck unit interpreted measured parity ## everything CI checks but docs and demo
