@@ -68,7 +68,7 @@ def supports_forward(spec: CallSpec) -> bool:
     """Whether ``forward`` takes calls of this kind.
 
     Up to 16 heads the portable kernel is faster: its tiles need not be 64 heads tall. Those of
-    window-only calls here are 8.
+    ``hopper_window`` are 4.
     """
     if hopper_window.takes_forward(spec.kind, spec.head_dim, spec.window, spec.heads, spec.tokens):
         fitting = True

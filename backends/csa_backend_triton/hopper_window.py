@@ -25,12 +25,15 @@ WINDOW = 128
 RUN = 32
 """Tokens a program has the keys of."""
 
-TILE_HEADS = 8
-"""Heads of a tile; a run has two tiles for each of these."""
+GROUP = 4
+"""Heads of a tile; a run has two tiles, one a half, for each of these."""
+
+MAIN_REGISTERS, LOAD_REGISTERS = 224, 56
+"""Of a thread, by its warpgroup's role: 504 for two main ones and one that loads."""
 
 RUN_KEYS = RUN + WINDOW
 
-TILE_ROWS = 128
+TILE_ROWS = 64
 
 MORE = 16
 """Keys of a tile beside the 128."""
@@ -43,16 +46,16 @@ CHUNK_BYTES = 384 << 20
 
 SUM_ROWS = 4
 
-MOST_HEADS = 16
-"""Of a forward: with 64 ``hopper_forward`` is 3% faster (H200)."""
-
 FEWEST_ROWS = 16384
 """Tokens times heads of a forward; that few take less time than loading their runs' keys."""
+
+FEWEST_TALL_ROWS = 65536
+"""Of one of more than 16 heads, which ``hopper_forward`` is quicker to start."""
 
 FEWEST_TOKENS = 512
 """Of a backward, likewise. Neither counts the batch, which no token's results may depend on."""
 
-KEYS_COST = 0.6
+KEYS_COST = 1.2
 """What loading a run's keys takes, in times of two tiles."""
 
 
@@ -62,8 +65,8 @@ def _fits(kind: Kind, head_dim: int, window: int) -> bool:
 
 def takes_forward(kind: Kind, head_dim: int, window: int, heads: int, tokens: int) -> bool:
     """Whether ``forward`` is for such calls, of those the Hopper kernels can run."""
-    fits = _fits(kind, head_dim, window)
-    return fits and heads <= MOST_HEADS and heads * tokens >= FEWEST_ROWS
+    fewest = FEWEST_ROWS if heads <= 16 else FEWEST_TALL_ROWS
+    return _fits(kind, head_dim, window) and heads * tokens >= fewest
 
 
 def takes_backward(kind: Kind, head_dim: int, window: int, tokens: int) -> bool:
@@ -73,18 +76,18 @@ def takes_backward(kind: Kind, head_dim: int, window: int, tokens: int) -> bool:
 
 @lru_cache
 def split_heads(runs: int, heads: int, programs: int) -> tuple[int, int]:
-    """How many programs share a run, and the tiles of 8 heads of each, to end soonest.
+    """How many programs share a run, and the groups of 4 heads of each, to end soonest.
 
     ``programs`` run at once.
     """
-    tiles = -(-heads // TILE_HEADS)
+    groups = -(-heads // GROUP)
 
     def cost(splits: int) -> float:
-        return -(-runs * splits // programs) * (-(-tiles // splits) + KEYS_COST)
+        return -(-runs * splits // programs) * (-(-groups // splits) + KEYS_COST)
 
-    splits = min(range(1, tiles + 1), key=cost)
-    split_tiles = -(-tiles // splits)
-    return -(-tiles // split_tiles), split_tiles
+    splits = min(range(1, groups + 1), key=cost)
+    split_groups = -(-groups // splits)
+    return -(-groups // split_groups), split_groups
 
 
 def window_start(bounds: TokenBounds | None) -> tuple[Tensor | None, int, int]:
@@ -107,7 +110,7 @@ def forward(call: Call, bounds: TokenBounds | None) -> tuple[Tensor, Tensor]:
     query = aligned(call.query)
     written = out if out.stride(-1) == 1 else torch.empty_like(query)
     runs = batch * -(-tokens // RUN)
-    splits, split_tiles = split_heads(runs, heads, multiprocessors(query))
+    splits, split_groups = split_heads(runs, heads, multiprocessors(query))
     sink = call.attention_sink
     launch(
         window_forward_kernel,
@@ -121,12 +124,14 @@ def forward(call: Call, bounds: TokenBounds | None) -> tuple[Tensor, Tensor]:
             tokens,
             call.sliding_window_size,
             splits,
-            split_tiles,
+            split_groups,
             None if sink is None else sink.contiguous(),
             lse,
             call.scale * LOG2_E,
         ),
-        warps=8,
+        warps=4,
+        ATTEND_REGISTERS=MAIN_REGISTERS,
+        LOAD_REGISTERS=LOAD_REGISTERS,
     )
     if written is not out:
         out.copy_(written)
@@ -160,7 +165,7 @@ def backward(
     sizes = (*window_start(bounds), heads, tokens, call.sliding_window_size)
     for first in range(0, runs, max(chunk_runs, 1)):
         count = min(chunk_runs, runs - first)
-        splits, split_tiles = split_heads(count, heads, multiprocessors(query))
+        splits, split_groups = split_heads(count, heads, multiprocessors(query))
         launch(
             window_backward_kernel,
             (count * splits,),
@@ -171,7 +176,7 @@ def backward(
                 *head_rows(query if written is None else written),
                 *sizes,
                 splits,
-                split_tiles,
+                split_groups,
                 first,
                 lse,
                 delta,
@@ -179,9 +184,11 @@ def backward(
                 call.scale,
                 call.scale * LOG2_E,
             ),
-            warps=8,
+            warps=4,
             QUERY_GRADIENT=int(needs[0]),
             KEY_GRADIENT=int(needs[1]),
+            DIFFERENTIATE_REGISTERS=MAIN_REGISTERS,
+            LOAD_REGISTERS=LOAD_REGISTERS,
         )
         if keys is not None:
             keys.add(sizes, first, count)
@@ -204,10 +211,13 @@ class _KeyGradient:
         self.query, self.upstream, self.lse, self.delta = query, upstream, lse, delta
         self.tokens, self.runs = tokens, batch * -(-tokens // RUN)
         # Two programs, of half of the columns each, share what is split here.
-        self.splits, self.split_tiles = split_heads(2 * self.runs, heads, multiprocessors(query))
-        tile_rows = 2 * -(-heads // TILE_HEADS) * TILE_ROWS
+        self.splits, self.split_groups = split_heads(2 * self.runs, heads, multiprocessors(query))
+        tile_rows = 2 * -(-heads // GROUP) * TILE_ROWS
         run_bytes = tile_rows * 2 * 2 * (WINDOW + MORE) + self.splits * RUN_KEYS * HEAD_DIM * 4
-        self.chunk_runs = min(max(CHUNK_BYTES // run_bytes, CARRIED), self.runs)
+        chunk_runs = CHUNK_BYTES // run_bytes
+        # Whole rounds of programs: a few runs more would take a round of their own.
+        chunk_runs -= chunk_runs % multiprocessors(query)
+        self.chunk_runs = min(max(chunk_runs, CARRIED), self.runs)
         stored_rows = self.chunk_runs * tile_rows
         self.stored = [query.new_empty((stored_rows, n)) for n in (WINDOW, MORE) * 2]
         self.sums = query.new_empty(
@@ -230,7 +240,7 @@ class _KeyGradient:
                 *head_rows(self.upstream),
                 *sizes,
                 self.splits,
-                self.split_tiles,
+                self.split_groups,
                 first,
                 self.lse,
                 self.delta,

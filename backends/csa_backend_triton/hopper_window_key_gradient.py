@@ -31,9 +31,9 @@ from .gluon_compat import (
     warpgroup_mma_wait,
 )
 from .hopper_tiles import Rows
-from .hopper_window_rows import HALF, KEYS, TILE_HEADS, TILE_ROWS, WINDOW, Run, run_of
+from .hopper_window_rows import GROUP, HALF, TILE_ROWS, WINDOW, Run, run_of
+from .hopper_window_tiles import KEYS
 
-STEP_ROWS = gl.constexpr(64)
 WIDTH = gl.constexpr(512)
 OWN = gl.constexpr(256)
 RUN_KEYS = gl.constexpr(160)
@@ -46,7 +46,7 @@ SLOTS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
 MORE_SLOTS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
 
 STRIDES = tuple(f"{x}_{dim}" for x in ("query", "do") for dim in "bht")
-SIZES = ("start_b", "start_t", "heads", "tokens", "window", "splits", "split_tiles")
+SIZES = ("start_b", "start_t", "heads", "tokens", "window", "splits", "split_groups")
 
 
 @aggregate
@@ -54,35 +54,34 @@ class Part:
     """The steps of a program: a run's first half, then its second, four heads at a time."""
 
     run: Run
-    first_tile: gl.tensor
-    head_tiles: gl.tensor
+    first_group: gl.tensor
+    groups: gl.tensor
     half_steps: gl.tensor
     first_column: gl.tensor
     number: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, run, first_tile, head_tiles, half_steps, first_column, number):
+    def __init__(self, run, first_group, groups, half_steps, first_column, number):
         self.run = run
-        self.first_tile = first_tile
-        self.head_tiles = head_tiles
+        self.first_group = first_group
+        self.groups = groups
         self.half_steps = half_steps
         self.first_column = first_column
         self.number = number
 
     @gluon.jit
     def step(self, i):
-        """Half of the run and first head of a step, and where its P and dS begin, in rows."""
-        half, j = i // self.half_steps, i % self.half_steps
-        tile = (self.number * 2 + half) * self.head_tiles + self.first_tile
-        first_head = self.first_tile * TILE_HEADS + j * (TILE_HEADS // 2)
-        return half, first_head, tile.to(gl.int64) * TILE_ROWS + j * STEP_ROWS
+        """Half of the run and heads' group of a step, and where its P and dS begin, in rows."""
+        half, group = i // self.half_steps, self.first_group + i % self.half_steps
+        tile = (self.number * 2 + half) * self.groups + group
+        return half, group, tile.to(gl.int64) * TILE_ROWS
 
     @gluon.jit
     def statistics(self, LSE, DELTA, i):
         """lse and delta of a step's rows, NaN for those it must not read."""
-        row = gl.arange(0, STEP_ROWS, layout=gl.SliceLayout(1, ROWS))
-        half, first_head, _ = self.step(i)
-        t, head, exists = self.run.row(half, first_head, row)
+        row = gl.arange(0, TILE_ROWS, layout=gl.SliceLayout(1, ROWS))
+        half, group, _ = self.step(i)
+        t, head, exists = self.run.row(half, group, row)
         reads = exists & (self.run.window_rows(t) > 0)
         place = self.run.statistic(t, head)
         lse = gl.load(LSE + place, mask=reads, other=float("nan"))
@@ -91,10 +90,10 @@ class Part:
     @gluon.jit
     def copy_rows(self, tile, tensor, i, sound):
         """Copy the program's columns of a step's Q or dO."""
-        row = gl.arange(0, STEP_ROWS, layout=gl.SliceLayout(1, ROWS))
+        row = gl.arange(0, TILE_ROWS, layout=gl.SliceLayout(1, ROWS))
         column = self.first_column + gl.arange(0, OWN, layout=gl.SliceLayout(0, ROWS))
-        half, first_head, _ = self.step(i)
-        t, head, _ = self.run.row(half, first_head, row)
+        half, group, _ = self.step(i)
+        t, head, _ = self.run.row(half, group, row)
         source = self.run.rows_of(tensor, t, head)[:, None] + column[None, :]
         copy_async(tile, source, mask=sound[:, None])
 
@@ -102,10 +101,10 @@ class Part:
     def copy_scores(self, tile, more_tile, SCORES, MORE_SCORES, i):
         """Copy a step's P or dS."""
         _, _, place = self.step(i)
-        row = gl.arange(0, STEP_ROWS, layout=gl.SliceLayout(1, SLOTS))
+        row = gl.arange(0, TILE_ROWS, layout=gl.SliceLayout(1, SLOTS))
         slot = gl.arange(0, WINDOW, layout=gl.SliceLayout(0, SLOTS))
         copy_async(tile, SCORES + place * WINDOW + (row * WINDOW)[:, None] + slot[None, :])
-        row = gl.arange(0, STEP_ROWS, layout=gl.SliceLayout(1, MORE_SLOTS))
+        row = gl.arange(0, TILE_ROWS, layout=gl.SliceLayout(1, MORE_SLOTS))
         slot = gl.arange(0, HALF, layout=gl.SliceLayout(0, MORE_SLOTS))
         source = MORE_SCORES + place * HALF + (row * HALF)[:, None] + slot[None, :]
         copy_async(more_tile, source)
@@ -197,7 +196,7 @@ def window_key_gradient_kernel(
     tokens,
     window,
     splits,
-    split_tiles,
+    split_groups,
     first_run,
     LSE,
     DELTA,
@@ -215,20 +214,20 @@ def window_key_gradient_kernel(
     dtype: gl.constexpr = Q.dtype.element_ty
     number = gl.program_id(0) // (2 * splits)
     run = run_of(START, start_b, start_t, heads, tokens, window, first_run + number)
-    head_tiles = (heads + TILE_HEADS - 1) // TILE_HEADS
-    first_tile = gl.program_id(0) // 2 % splits * split_tiles
-    half_steps = 2 * (gl.minimum(first_tile + split_tiles, head_tiles) - first_tile)
+    groups = (heads + GROUP - 1) // GROUP
+    first_group = gl.program_id(0) // 2 % splits * split_groups
+    half_steps = gl.minimum(first_group + split_groups, groups) - first_group
     first_column = gl.program_id(0) % 2 * OWN
-    part = Part(run, first_tile, head_tiles, half_steps, first_column, number)
+    part = Part(run, first_group, groups, half_steps, first_column, number)
     query = Rows(Q, query_b, query_h, query_t)
     upstream = Rows(DO, do_b, do_h, do_t)
     operands = Operands(
-        gl.allocate_shared_memory(dtype, [2, STEP_ROWS, OWN], KEYS),
-        gl.allocate_shared_memory(dtype, [2, STEP_ROWS, OWN], KEYS),
-        gl.allocate_shared_memory(dtype, [2, STEP_ROWS, WINDOW], KEYS),
-        gl.allocate_shared_memory(dtype, [2, STEP_ROWS, WINDOW], KEYS),
-        gl.allocate_shared_memory(dtype, [2, STEP_ROWS, HALF], MORE_KEYS),
-        gl.allocate_shared_memory(dtype, [2, STEP_ROWS, HALF], MORE_KEYS),
+        gl.allocate_shared_memory(dtype, [2, TILE_ROWS, OWN], KEYS),
+        gl.allocate_shared_memory(dtype, [2, TILE_ROWS, OWN], KEYS),
+        gl.allocate_shared_memory(dtype, [2, TILE_ROWS, WINDOW], KEYS),
+        gl.allocate_shared_memory(dtype, [2, TILE_ROWS, WINDOW], KEYS),
+        gl.allocate_shared_memory(dtype, [2, TILE_ROWS, HALF], MORE_KEYS),
+        gl.allocate_shared_memory(dtype, [2, TILE_ROWS, HALF], MORE_KEYS),
     )
     stored = Stored(P, MORE_P, DS, MORE_DS)
     target = SUMS_OUT + (gl.program_id(0) // 2).to(gl.int64) * (RUN_KEYS * WIDTH) + first_column

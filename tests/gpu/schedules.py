@@ -56,7 +56,7 @@ def wait(barrier, phase, pred=True):
 SIZES = {"dtype": "bfloat16", "heads": 64, "head_dim": 512, "tokens": 300, "pool": 300}
 GATHER = {**SIZES, "slots": 130, "window": 128}
 DENSE = {**SIZES, "kind": Kind.DENSE, "compress_ratio": 3, "window": 100}
-WINDOW = {**SIZES, "kind": Kind.WINDOW, "window": 100, "heads": 100}
+WINDOW = {**SIZES, "kind": Kind.WINDOW, "window": 100, "heads": 100, "tokens": 700}
 CASES = [
     Case(**{**kind, "content": "random", "deterministic": deterministic})  # type: ignore[arg-type]
     for kind, deterministic in (

@@ -35,6 +35,7 @@ class Shape(NamedTuple):
     heads: int = 64
     head_dim: int = 512
     slots: int = 512
+    window: int = 128
     ratio: int | None = None
     packed: bool = False
     gradients: tuple[bool, bool, bool, bool] | None = None
@@ -57,7 +58,7 @@ class Shape(NamedTuple):
             offsets,
             None if pool is None else offsets,
             None,
-            128,
+            self.window,
             self.ratio,
             self.head_dim**-0.5,
         )
@@ -67,7 +68,7 @@ CALLS = {
     "bf16": Shape(gradients=(True, True, True, True)),
     "int64": Shape(index_dtype=torch.int64, packed=True, gradients=(True, True, True, True)),
     "fp16": Shape(torch.float16, torch.int64, sink_dtype=None),
-    "window": Shape(sink_dtype=torch.bfloat16, slots=0),
+    "window": Shape(sink_dtype=torch.bfloat16, slots=0, window=200),
     "keys-kept": Shape(heads=16, slots=0, gradients=(True, True, True, True)),
     "keys-kept-packed": Shape(
         heads=16, slots=0, packed=True, gradients=(True, False, False, False)

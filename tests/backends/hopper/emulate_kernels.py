@@ -99,7 +99,7 @@ def stand_in() -> None:
     # As few as there may be, so that window-only backwards have several chunks.
     hopper_window.CHUNK_BYTES = 0  # type: ignore[misc]
     hopper_window.FEWEST_TOKENS = 1  # type: ignore[misc]
-    hopper_window.FEWEST_ROWS = 1  # type: ignore[misc]
+    hopper_window.FEWEST_ROWS = hopper_window.FEWEST_TALL_ROWS = 1  # type: ignore[misc]
 
 
 class Hopper(Backend):

@@ -18,7 +18,7 @@ SPILLS = 1600
 """Bytes spilled, stores and loads: up to 600 with Triton 3.6, 1500 with 3.9, most once an item."""
 
 WINDOW_SPILLS = 600
-"""Those of the window-only kernels, most of them once a program."""
+"""Those of the window-only kernels: up to 64 with Triton 3.6."""
 
 
 def run_python(*arguments: str) -> str:
@@ -85,7 +85,8 @@ def test_window_only_kernels_fit_an_sm(windows: list[dict[str, Any]]) -> None:
     assert len(of(windows, "window_key_gradient_kernel")) == 1
     for kernel in windows:
         assert kernel["shared"] <= SHARED_MEMORY
-        assert kernel["registers"] <= 255  # 8 warps
+        # 12 warps share 65536, or 8.
+        assert kernel["registers"] <= (255 if "key" in kernel["kernel"] else 168)
         assert kernel["spills"] <= WINDOW_SPILLS
         assert kernel["atomics"] == 0
 
@@ -94,11 +95,13 @@ def test_window_only_kernels_load_and_store_16_bytes_at_a_time(
     windows: list[dict[str, Any]],
 ) -> None:
     for kernel in of(windows, "window_forward_kernel"):
-        assert kernel["wide_loads"] == 2 * 32 + 40  # twice a tile's query, and the keys
-        assert kernel["wide_stores"] == 2 * 8  # two column pieces, here and after the loop
+        assert kernel["wide_copies"] == kernel["copies"] == 2 * 8 * 4  # the query of two tiles
+        assert kernel["wide_loads"] == 2 * 40  # the keys
+        assert kernel["wide_stores"] == 2 * 8  # two column pieces
     for kernel in of(windows, "window_backward_kernel"):
-        assert kernel["wide_loads"] == 48 + 40
-        assert kernel["wide_stores"] in (8, 8 + 16)  # P and dS, for the keys
+        assert kernel["wide_copies"] == kernel["copies"] == 2 * 2 * 8 * 4
+        assert kernel["wide_loads"] == 2 * 40
+        assert kernel["wide_stores"] in (16, 16 + 32)  # P and dS, for the keys
     (kernel,) = of(windows, "window_key_gradient_kernel")
     assert kernel["wide_copies"] == kernel["copies"] - 4  # those of 16 keys, 8 bytes a thread
 

@@ -154,9 +154,12 @@ def test_window_only_backwards_of_any_length_are_taken(change: dict) -> None:
 @pytest.mark.parametrize(
     ("change", "forward", "backward"),
     [
-        ({}, False, True),
+        ({}, True, True),
+        ({"tokens": 1024}, True, True),
+        ({"tokens": 1023}, False, True),
         ({"heads": 16}, True, True),
-        ({"heads": 17}, False, True),
+        ({"heads": 17}, True, True),
+        ({"heads": 17, "tokens": 3855}, False, True),
         ({"heads": 4}, True, True),
         ({"heads": 2}, False, True),
         ({"heads": 16, "tokens": 1024}, True, True),
@@ -184,10 +187,10 @@ def test_a_backward_without_those_kernels_must_fit_its_sums() -> None:
 @pytest.mark.parametrize("heads", [1, 8, 17, 64, 100, 128])
 @pytest.mark.parametrize("runs", [1, 8, 32, 128, 157, 512])
 def test_the_programs_of_a_run_share_its_heads(runs: int, heads: int) -> None:
-    splits, split_tiles = hopper_window.split_heads(runs, heads, 132)
-    assert (splits - 1) * split_tiles * 8 < heads <= splits * split_tiles * 8
+    splits, split_groups = hopper_window.split_heads(runs, heads, 132)
+    assert (splits - 1) * split_groups * 4 < heads <= splits * split_groups * 4
 
 
 def test_short_calls_are_split_until_they_fill_the_card() -> None:
-    assert hopper_window.split_heads(128, 64, 132) == (1, 8)
-    assert hopper_window.split_heads(32, 64, 132) == (4, 2)
+    assert hopper_window.split_heads(128, 64, 132) == (1, 16)
+    assert hopper_window.split_heads(32, 64, 132) == (4, 4)
