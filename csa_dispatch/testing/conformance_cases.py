@@ -10,7 +10,7 @@ from csa_dispatch.call import Kind
 from csa_dispatch.capabilities import ANY, Capabilities
 
 from .cases import MEMORY
-from .covering import AXES
+from .covering import AXES, cases_for
 
 Axes = Mapping[str, tuple[object, ...]]
 
@@ -172,14 +172,36 @@ MESSY: Axes = {
 """What the checks that are not about numbers run: all that is nasty, in few calls."""
 
 
-def fitted_axes(forward: Capabilities, backward: Capabilities | None, axes: Axes) -> Axes:
-    """``axes`` over ``BASE``, with sizes that are claimed where those named are not.
+def device_base(
+    forward: Capabilities, backward: Capabilities | None, device_type: str, capability: int | None
+) -> Axes:
+    """``BASE``, with one size changed if its calls are all refused on that device.
+
+    Bounds hold on every device; what a backend refuses on one alone its predicates say, of whole
+    calls.
+    """
+
+    def claimed(base: Axes) -> bool:
+        fitted = fitted_axes(forward, backward, {}, base)
+        return bool(
+            cases_for(forward, backward, device_type=device_type, capability=capability,
+                      axes=fitted, strength=1)
+        )  # fmt: skip
+
+    changed = ({**BASE, name: (value,)} for name in sorted(_SIZES) for value in AXES[name])
+    return next(filter(claimed, (BASE, *changed)), BASE)
+
+
+def fitted_axes(
+    forward: Capabilities, backward: Capabilities | None, axes: Axes, base: Axes = BASE
+) -> Axes:
+    """``axes`` over ``base``, with sizes that are claimed where those named are not.
 
     What ``axes`` gives a single value is what the calls are about and stays: where it is not
     claimed, no case results.
     """
     found = dict(axes)
-    for name, values in {**BASE, **axes}.items():
+    for name, values in {**base, **axes}.items():
         if name not in axes or (name in _SIZES and len(values) > 1):
             found[name] = _claimed_or_own(name, values, forward, backward)
     return found

@@ -32,7 +32,7 @@ from .check import (
     layout_faults,
     reference_for,
 )
-from .conformance_cases import Axes, fitted_axes
+from .conformance_cases import Axes, device_base, fitted_axes
 from .conformance_report import Finding
 from .covering import cases_for, claims
 from .guards import guard_inputs, shared_memory
@@ -102,6 +102,7 @@ class Kit:
                 self.forward = eager
         elif self.backward is not None and not self._claimed(self.backward):
             self.backward = None
+        self._base = device_base(*self.sides, device.type, self.capability)
         self.entry = Entry(self.forward.name, backend.name)
         self.plain_run = backend_run(self.forward, backend)
 
@@ -128,7 +129,7 @@ class Kit:
             *self.sides,
             device_type=self.device.type,
             capability=self.capability,
-            axes={} if wide else fitted_axes(*self.sides, axes),
+            axes={} if wide else fitted_axes(*self.sides, axes, self._base),
             strength=2 if self.full else 1,
         )
         if self.forward is not self.backend:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from csa_dispatch import backends
+from csa_dispatch import CallSpec, Capabilities, Reason, backends
 from csa_dispatch.testing import check_backend
+from csa_dispatch.testing.conformance_cases import BASE, device_base
 
 
 @pytest.mark.parametrize("name", ["eager", "attention_gym"])
@@ -39,3 +40,17 @@ def test_backend_passes_every_check_on_cuda(name: str):
     report = check_backend(backend, "cuda")
     report.raise_if_failed()
     assert "sync" in {check.name for check in report.checks if check.status == "pass"}
+
+
+def test_calls_are_found_where_a_predicate_refuses_the_usual_ones() -> None:
+    def wide(spec: CallSpec) -> Reason | None:
+        """head_dim of 64."""
+        if spec.head_dim == 64:
+            return None
+        return Reason("head_dim", str(spec.head_dim), "64", "Use eager.")
+
+    claim = Capabilities(predicates=(wide,))
+    base = device_base(claim, claim, "cuda", 90)
+    assert {name for name in base if base[name] != BASE[name]} == {"head_dim"}
+    assert base["head_dim"] == (64,)
+    assert device_base(Capabilities(), None, "cuda", 90) == BASE
