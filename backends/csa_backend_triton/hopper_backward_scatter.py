@@ -48,6 +48,13 @@ QUADS = gl.constexpr(
     )
 )
 
+KEPT = 0.25
+"""Share of the sums that L2 evicts last.
+
+Measured on an H200 with sums of 32 and 64 MiB, T=65536 and 131072: 0.93 and 0.97 of the time. All
+of them: 0.97 and 0.99.
+"""
+
 
 def _reduction_asm() -> str:
     """Add one row's 64 columns of an even and an odd row.
@@ -57,7 +64,8 @@ def _reduction_asm() -> str:
     elements of four floats, in memory order.
     """
     lines = [
-        "{ .reg .pred odd, even_used, odd_used; .reg .b64 even_row, odd_row;",
+        "{ .reg .pred odd, even_used, odd_used; .reg .b64 even_row, odd_row, kept;",
+        f"createpolicy.fractional.L2::evict_last.b64 kept, {KEPT};",
         ".reg .b32 give, take<4>, keep<4>, e<4>, o<4>;",
         "setp.ne.s32 odd, $4, 0;",
         "setp.ge.s32 even_used, $2, 0; setp.ge.s32 odd_used, $3, 0;",
@@ -75,8 +83,8 @@ def _reduction_asm() -> str:
         for name in ("even", "odd"):
             values = ", ".join(f"{name[0]}{i}" for i in range(4))
             lines.append(
-                f"@{name}_used red.relaxed.gpu.global.add.v4.f32 "
-                f"[{name}_row+{128 * pair}], {{{values}}};"
+                f"@{name}_used red.relaxed.gpu.global.add.L2::cache_hint.v4.f32 "
+                f"[{name}_row+{128 * pair}], {{{values}}}, kept;"
             )
     lines.append("mov.b32 $0, 0; }")
     return "\n".join(lines)
