@@ -91,9 +91,10 @@ def check_scored(
         check_ratio(compress_ratio)
         return
     if kv_indices is None or compress_ratio is not None:
-        given = "None without compress_ratio" if kv_indices is None else "given with it"
+        given = "None without" if kv_indices is None else "given with"
         required = "the one of kv_indices and compress_ratio that is given"
-        fail("kv_indices", given, required, "compress_ratio takes every complete entry.")
+        remedy = "compress_ratio takes every complete entry."
+        fail("kv_indices", f"{given} compress_ratio", required, remedy)
     check_dense("kv_indices", kv_indices, index_query, "index_query")
     if kv_indices.dtype not in (torch.int32, torch.int64):
         fail("kv_indices", kv_indices.dtype, "int32 or int64", "Cast it.", TypeError)

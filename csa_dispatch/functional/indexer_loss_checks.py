@@ -36,9 +36,10 @@ def check_indexer_loss(
         given = "None with window_lse None" if lse is None else "given with window_lse"
         fail("lse", given, "the one of the two that is given", "Pass lse or window_lse.")
     if (kv_indices is None) == (compress_ratio is None):
-        given = "None without compress_ratio" if kv_indices is None else "given with it"
+        given = "None without" if kv_indices is None else "given with"
         required = "the one of kv_indices and compress_ratio that is given"
-        fail("kv_indices", given, required, "compress_ratio takes every complete entry.")
+        remedy = "compress_ratio takes every complete entry."
+        fail("kv_indices", f"{given} compress_ratio", required, remedy)
     if compress_ratio is not None:
         check_ratio(compress_ratio)
     tensors = {

@@ -280,7 +280,7 @@ GOOD = draw()
         ({"lse": GOOD.lse.double()}, TypeError, "lse is torch.float64"),
         ({"lse": GOOD.lse[:1]}, ValueError, "lse is of shape"),
         ({"kv_indices": None}, ValueError, "kv_indices is None without compress_ratio"),
-        ({"compress_ratio": 4}, ValueError, "kv_indices is given with it"),
+        ({"compress_ratio": 4}, ValueError, "kv_indices is given with compress_ratio"),
         ({"kv_indices": GOOD.query}, TypeError, "int32 or int64"),
         ({"query": GOOD.query[0]}, ValueError, "query is of shape"),
         ({"query": "q"}, TypeError, "query is str"),

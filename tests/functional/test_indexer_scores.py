@@ -177,7 +177,7 @@ def test_it_compiles():
         ({"kv_indices": torch.zeros(1, 7, 2, dtype=torch.int32)}, "kv_indices is of shape"),
         ({"kv_indices": torch.zeros(1, 8, 2)}, "kv_indices is torch.float32"),
         ({"kv_indices": None}, "kv_indices is None without compress_ratio"),
-        ({"compress_ratio": 4}, "kv_indices is given with it"),
+        ({"compress_ratio": 4}, "kv_indices is given with compress_ratio"),
         ({"kv_indices": None, "compress_ratio": 0}, "compress_ratio is 0"),
         ({"scale": 0.0}, "scale is 0.0"),
         ({"cu_seqlens": torch.tensor([0, 8], dtype=torch.int32)}, "cu_seqlens_k is None"),
