@@ -94,9 +94,9 @@ def validate(
     given = {name: value for name, value in optional.items() if value is not None}
     for name, value in {"query": query, "local_kv": local_kv, **given}.items():
         check_strided(name, value)
-    distributed = _is_dtensor(query)
+    distributed = is_dtensor(query)
     for name, value in {"local_kv": local_kv, **given}.items():
-        if _is_dtensor(value) != distributed:
+        if is_dtensor(value) != distributed:
             _mixed(name, value, distributed)
         if value.device != query.device:
             fail(name, f"on {value.device}", f"on query's device, {query.device}")
@@ -116,7 +116,8 @@ def validate(
     _documents(cu_seqlens, cu_seqlens_k, doc_ids, sparse_kv, order, sizes)
 
 
-def _is_dtensor(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
     return type(tensor).__name__ == "DTensor"  # its import would cost every program
 
 

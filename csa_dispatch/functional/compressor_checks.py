@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from csa_dispatch.validation import DTYPES, MAX_ROWS, check_strided, fail
+from csa_dispatch.validation import DTYPES, MAX_ROWS, check_strided, fail, is_dtensor
 
 OVERLAPPING_RATIO = 4
 """The ratio that V4 pools with two overlapping branches."""
@@ -24,6 +24,9 @@ def check_dense(name: str, tensor: Tensor | None, first: Tensor, of: str) -> Non
     """Raise unless ``tensor`` is a dense one on the device of ``first``, the argument ``of``."""
     check_strided(name, tensor)
     assert tensor is not None
+    if is_dtensor(tensor):
+        remedy = f"Pass {name}.to_local(), split by batch or whole."
+        fail(name, "a DTensor", "this rank's tensor", remedy, TypeError)
     if tensor.device != first.device:
         fail(name, f"on {tensor.device}", f"on the device of {of}, {first.device}")
 

@@ -18,7 +18,7 @@ from csa_dispatch.prepared import Arguments, autocast_arguments, checked_call
 from csa_dispatch.reasons import BackendRefused, Reason
 from csa_dispatch.runner import Runner
 from csa_dispatch.transforms import any_autocast, refuse_transforms
-from csa_dispatch.validation import fail
+from csa_dispatch.validation import fail, is_dtensor
 
 
 class AttentionWithWindowLse(NamedTuple):
@@ -81,6 +81,9 @@ def attention_with_window_lse(
     """
     if sparse_kv is None:
         fail("sparse_kv", "None", "given", "Without it, attention()'s lse is the window's.")
+    if isinstance(query, Tensor) and is_dtensor(query):
+        remedy = "Pass query.to_local(), and this rank's part of the others."
+        fail("query", "a DTensor", "this rank's tensor", remedy, TypeError)
     if sliding_window_size == 0:
         # The window's part would see no key in any row, and no backward gives such rows' sink
         # a gradient.

@@ -19,6 +19,12 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from csa_dispatch import attention
 from csa_dispatch.distributed.sharding import heads_line_up
+from csa_dispatch.functional import (
+    attention_with_window_lse,
+    compress_kv,
+    indexer_scores,
+    lightning_indexer,
+)
 from tests.core.probes import inputs
 from tests.distributed.workers import run_processes
 
@@ -84,6 +90,7 @@ def two_way_cases() -> None:
     shard_and_compare(mesh, [TP], 1, heads=5)
     packed_heads(mesh)
     mixed_arguments(mesh)
+    other_functions(mesh)
 
 
 def three_way_cases() -> None:
@@ -167,6 +174,25 @@ def mixed_arguments(mesh: DeviceMesh) -> None:
         output = attention(**{**plain, "query": shared["query"]})
     assert isinstance(output, DTensor)
     torch.testing.assert_close(output.full_tensor(), attention(**plain))
+
+
+def other_functions(mesh: DeviceMesh) -> None:
+    """They have no rules and take local tensors, which they say by name."""
+    call = {
+        name: distribute_tensor(value, mesh, [WHOLE]) for name, value in inputs()._asdict().items()
+    }
+    rows = distribute_tensor(torch.ones(2, 8, 4), mesh, [Shard(0)])
+    heads = distribute_tensor(torch.ones(2, 3, 8, 4), mesh, [Shard(0)])
+    local = torch.ones(2, 3, 8, 4)
+    refused = {
+        "query": partial(attention_with_window_lse, **call, sliding_window_size=3),
+        "values": partial(compress_kv, rows, rows, torch.ones(4, 4), 4),
+        "index_query": partial(lightning_indexer, heads, rows, rows, 2, compress_ratio=4),
+        "index_keys": partial(indexer_scores, local, rows, rows, compress_ratio=4),
+    }
+    for name, function in refused.items():
+        with pytest.raises(TypeError, match=rf"^{name} is a DTensor.*{name}\.to_local"):
+            function()
 
 
 def packed_heads(mesh: DeviceMesh) -> None:
