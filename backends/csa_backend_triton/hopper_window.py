@@ -215,8 +215,10 @@ class _KeyGradient:
         tile_rows = 2 * -(-heads // GROUP) * TILE_ROWS
         run_bytes = tile_rows * 2 * 2 * (WINDOW + MORE) + self.splits * RUN_KEYS * HEAD_DIM * 4
         chunk_runs = CHUNK_BYTES // run_bytes
-        # Whole rounds of programs: a few runs more would take a round of their own.
-        chunk_runs -= chunk_runs % multiprocessors(query)
+        # Whole rounds of programs, two a run: a few runs more would take a round of their own.
+        round_runs = max(multiprocessors(query) // 2, 1)
+        if round_runs < chunk_runs < self.runs:
+            chunk_runs -= chunk_runs % round_runs
         self.chunk_runs = min(max(chunk_runs, CARRIED), self.runs)
         stored_rows = self.chunk_runs * tile_rows
         self.stored = [query.new_empty((stored_rows, n)) for n in (WINDOW, MORE) * 2]

@@ -14,8 +14,10 @@ that only its second half does. Sums come out as fp32 ``[runs, splits, 160, 512]
 ``window_key_sums_kernel`` adds them. A step's operands are copied while the step before is
 multiplied.
 
-A row of Q and dO with a NaN or Inf, which lse or delta shows, is read as 0: its P and dS are NaN
-where it counts and 0 elsewhere. So are those of tokens without keys.
+A row of Q and dO with a NaN or Inf is read as 0 if lse or delta shows it: its P and dS are NaN
+where it counts and 0 elsewhere. So are those of tokens without keys. An Inf that neither shows,
+all scores of its row being -inf beside a sink, reaches keys of its tile that its token does not
+see.
 """
 
 from .gluon_compat import (

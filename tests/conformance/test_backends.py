@@ -54,3 +54,21 @@ def test_calls_are_found_where_a_predicate_refuses_the_usual_ones() -> None:
     assert {name for name in base if base[name] != BASE[name]} == {"head_dim"}
     assert base["head_dim"] == (64,)
     assert device_base(Capabilities(), None, "cuda", 90) == BASE
+
+
+def test_calls_are_found_for_both_sides_on_the_device_itself() -> None:
+    def narrow(spec: CallSpec) -> Reason | None:
+        """head_dim of 64 on an H100."""
+        if (spec.device_type, spec.capability, spec.head_dim) == ("cuda", 90, 64):
+            return None
+        return Reason("head_dim", str(spec.head_dim), "64", "Use eager.")
+
+    def nothing(spec: CallSpec) -> Reason | None:
+        """No call."""
+        return Reason("head_dim", str(spec.head_dim), "none", "Use eager.")
+
+    claim, all_calls = Capabilities(predicates=(narrow,)), Capabilities()
+    for sides in ((claim, None), (claim, all_calls), (all_calls, claim)):
+        assert device_base(*sides, "cuda", 90)["head_dim"] == (64,)
+    assert device_base(claim, None, "cuda", 80) == BASE
+    assert device_base(Capabilities(predicates=(nothing,)), None, "cuda", 90) == BASE

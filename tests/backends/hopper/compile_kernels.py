@@ -134,6 +134,7 @@ def main(names: list[str]) -> None:
                 "serialized": serialized,
                 "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
                 "mma": len(re.findall(r"\bmma\.sync", ptx)),
+                "fences": len(re.findall(r"\bfence\.proxy\.async", ptx)),
                 "copies": len(re.findall(r"cp\.async\.c[ag]\.shared", ptx)),
                 "wide_copies": len(re.findall(r"cp\.async\.cg\.shared\.global.*, 0x10,", ptx)),
                 "wide_loads": len(re.findall(r"\bld\.global[\w.]*v4\.b32", ptx)),

@@ -169,6 +169,9 @@ CASES = [
     {**WINDOW, "needs_grad": (False, True, False, True), "tokens": 40},
     {"deterministic": True, "content": "nan"},
     {"deterministic": True, "documents": "doc_ids", "batch": 2, "heads": 70},
+    {**WINDOW, "documents": "cu_seqlens"},  # messy: rows without keys
+    {**WINDOW, "heads": 51, "tokens": 40},  # split unevenly, the keys' sums in two
+    {**WINDOW, "heads": 6, "batch": 3, "tokens": 70, "window": 40},  # a chunk ends within an entry
 ]
 
 
@@ -211,6 +214,23 @@ def print_taints() -> None:
             print(head_dim, slots, part, same, tainted)
 
 
+def print_columns() -> None:
+    """Whether a window-only call has the same bits with neighbouring columns apart in memory."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(1))
+    query, upstream = draw(2, 1, 5, 70, WIDTH).bfloat16()
+    local, sink = draw(1, 1, 70, WIDTH).bfloat16(), draw(5)
+    found: list[list[Tensor]] = []
+    for apart in (False, True):
+        query, local, upstream = (
+            x.mT.contiguous().mT if apart else x for x in (query, local, upstream)
+        )
+        call = Call(query, local, None, None, sink, None, None, None, 20, None, WIDTH**-0.5)
+        output, lse = Hopper().forward(call)
+        gradients = Hopper().backward(call, output, lse, upstream, (True, True, False, True))
+        found.append([output, lse, *(x for x in gradients if x is not None)])
+    print(*(x.equal(y) for x, y in zip(*found, strict=True)))
+
+
 def main(numbers: list[str]) -> None:
     torch.set_num_threads(1)
     run, passed = backend_run(Hopper()), 0
@@ -228,6 +248,8 @@ if __name__ == "__main__":
     stand_in()
     if asked == ["spread"]:
         print_spread()
+    elif asked == ["columns"]:
+        print_columns()
     elif asked == ["taint"]:
         print_taints()
     else:

@@ -85,6 +85,8 @@ def test_window_only_kernels_fit_an_sm(windows: list[dict[str, Any]]) -> None:
     assert len(of(windows, "window_key_gradient_kernel")) == 1
     for kernel in windows:
         assert kernel["shared"] <= SHARED_MEMORY
+        # Of both halves' keys, or a step's operands: wgmma must see them.
+        assert kernel["fences"] == (1 if "key" in kernel["kernel"] else 2)
         # 12 warps share 65536, or 8.
         assert kernel["registers"] <= (255 if "key" in kernel["kernel"] else 168)
         assert kernel["spills"] <= WINDOW_SPILLS

@@ -31,7 +31,7 @@ def emulate(*arguments: object) -> str:
     return run.stdout
 
 
-@pytest.mark.parametrize("numbers", [range(12), range(12, 23), range(23, 35)])
+@pytest.mark.parametrize("numbers", [range(12), range(12, 23), range(23, 38)])
 def test_small_calls_agree_with_the_oracle(numbers: range) -> None:
     assert emulate(*numbers) == f"passed {len(numbers)}\n"
 
@@ -40,6 +40,10 @@ def test_a_nonfinite_row_reaches_what_it_sees_and_nothing_else() -> None:
     lines = emulate("taint").splitlines()
     assert len(lines) == 6
     assert all(line.endswith(" True 20") for line in lines), lines
+
+
+def test_columns_apart_in_memory_change_no_bit() -> None:
+    assert emulate("columns") == "True True True True True\n"
 
 
 def test_items_are_spread_over_a_span_at_a_time() -> None:

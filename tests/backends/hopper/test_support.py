@@ -1,13 +1,14 @@
 """Which calls the Hopper kernels claim, and what is left to the portable ones."""
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from csa_backend_triton import backend, choice, hopper_window
 from csa_backend_triton.hopper import supports_backward, supports_forward
 
-from csa_dispatch.call import Kind
+from csa_dispatch.call import Call, Kind
 from csa_dispatch.call_spec import CallSpec
 
 ALL = (True, True, True, True)
@@ -194,3 +195,25 @@ def test_the_programs_of_a_run_share_its_heads(runs: int, heads: int) -> None:
 def test_short_calls_are_split_until_they_fill_the_card() -> None:
     assert hopper_window.split_heads(128, 64, 132) == (1, 16)
     assert hopper_window.split_heads(32, 64, 132) == (4, 4)
+
+
+def key_gradient(heads: int, tokens: int) -> hopper_window._KeyGradient:
+    query = torch.empty(1, heads, tokens, 512, dtype=torch.bfloat16, device="meta")
+    call = Call(query, query[:, :1], None, None, None, None, None, None, 128, None, 0.1)
+    return hopper_window._KeyGradient(call, query, query, query[..., 0], query[..., 0])
+
+
+def test_long_backwards_go_in_whole_rounds_of_programs_that_fit() -> None:
+    keys = key_gradient(64, 16384)
+    assert keys.chunk_runs == 264
+    buffers = (*keys.stored, keys.sums[hopper_window.CARRIED :])
+    assert sum(x.numel() * x.element_size() for x in buffers) <= hopper_window.CHUNK_BYTES
+
+
+def test_backwards_of_many_heads_go_in_few_chunks() -> None:
+    assert key_gradient(128, 512).chunk_runs == 16  # all of them
+    assert key_gradient(256, 4096).chunk_runs == 66
+
+
+def test_the_two_programs_of_a_run_s_sums_count_as_two() -> None:
+    assert (key_gradient(64, 512).splits, key_gradient(64, 1024).splits) == (4, 2)
