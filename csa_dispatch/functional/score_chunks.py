@@ -82,7 +82,7 @@ class Chunk(NamedTuple):
 
 def chunks(arguments: ScoreArguments) -> Iterator[Chunk]:
     """The tokens that may score something, in pieces whose temporaries fit ``CHUNK_BYTES``."""
-    if not arguments.index_keys.shape[1]:
+    if not arguments.index_keys.shape[1] or not arguments.shape[2]:
         return iter(())
     return _entries(arguments) if arguments.kv_indices is None else _picks(arguments)
 

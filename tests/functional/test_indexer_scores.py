@@ -124,6 +124,23 @@ def test_a_pool_without_entries_scores_nothing():
         assert not gradient.any()
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["batched-float32", "packed-spare-float32"])
+def test_no_slots_give_no_scores(name: str, compiled: bool):
+    call, picks, _ = draw(name)
+    score = indexer_scores
+    if compiled:
+        score = torch.compile(indexer_scores, backend="aot_eager", fullgraph=True)
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in call[:3]]
+    scores = score(
+        *leaves, picks[..., :0], cu_seqlens=call.cu_seqlens, cu_seqlens_k=call.cu_seqlens_k
+    )
+    assert list(scores.shape) == [*picks.shape[:2], 0]
+    assert scores.dtype == torch.float32
+    for gradient in torch.autograd.grad(scores.sum(), leaves):
+        assert not gradient.any()
+
+
 def test_what_is_not_picked_reaches_nothing():
     call, picks, _ = draw("packed-spare-float32")
     call.index_query[:, :, 25:] = torch.nan
