@@ -11,8 +11,9 @@ from ..api import attention
 from ..call import Call
 from ..functional.compressor_checks import check_dense, check_offsets
 from ..transforms import any_autocast
-from ..validation import check_flag, fail
+from ..validation import DTYPES, check_flag, fail
 from .cache import LayerCache
+from .checks import check_int, told
 from .compressor import Compressor
 from .config import CSAConfig
 from .indexer import Indexer
@@ -60,6 +61,7 @@ class CompressedSparseAttention(nn.Module):
         device, dtype: of the linear maps; norms, sinks and position biases are fp32.
 
     Raises:
+        TypeError: an argument is of another type, or dtype is none that attention takes.
         ValueError: tp_size does not divide ``config.o_groups``.
     """
 
@@ -72,11 +74,16 @@ class CompressedSparseAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if tp_size < 1 or config.o_groups % tp_size:
-            raise ValueError(
-                f"tp_size is {tp_size}; it must divide o_groups, {config.o_groups}: a rank "
-                "projects whole groups of heads."
-            )
+        if not isinstance(config, CSAConfig):
+            remedy = "Make one, or take one of from_deepseek_v4."
+            fail("config", f"a {type(config).__name__}", "a CSAConfig", remedy, TypeError)
+        check_int("tp_size", tp_size, 1, remedy="Pass the number of ranks.")
+        if config.o_groups % tp_size:
+            required = f"a divisor of o_groups, {config.o_groups}"
+            fail("tp_size", tp_size, required, "A rank projects whole groups of heads.")
+        if dtype is not None and dtype not in DTYPES:
+            required = "float64, float32, bfloat16 or float16"
+            fail("dtype", told(dtype), required, "Or pass None for torch's default.", TypeError)
         self.config, self.tp_size = config, tp_size
         heads, groups = config.num_attention_heads // tp_size, config.o_groups // tp_size
         d_model, head_dim, rank = config.hidden_size, config.head_dim, config.q_lora_rank

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..validation import check_flag, fail
 from .attention import CompressedSparseAttention
+from .checks import check_int
 
 _PUBLISHED = {
     "q_a_proj.": "wq_a.",
@@ -58,15 +60,17 @@ def load_layer(
         tp_rank: which share of the heads this layer holds, with ``tp_size`` above 1.
 
     Raises:
-        ValueError: there is no such tp_rank; or the tensors do not fit. The message lists all
-            that are missing, unexpected, of another shape, quantised or without values, and
-            the layer is as it was.
+        TypeError: an argument is of another type.
+        ValueError: there is no such tp_rank or number; or the tensors do not fit. The message
+            lists all that are missing, unexpected, of another shape, quantised or without
+            values, and the layer is as it was.
     """
-    if not 0 <= tp_rank < layer.tp_size:
-        raise ValueError(
-            f"tp_rank is {tp_rank}; it must be 0 to {layer.tp_size - 1}, of the layer's tp_size "
-            f"{layer.tp_size}."
-        )
+    _check_layer(layer, number)
+    if not isinstance(tensors, Mapping):
+        remedy = "Pass a state dict, or what load_file of safetensors gives."
+        fail("tensors", f"a {type(tensors).__name__}", "a mapping by name", remedy, TypeError)
+    remedy = f"The layer's tp_size is {layer.tp_size}."
+    check_int("tp_rank", tp_rank, 0, layer.tp_size - 1, remedy)
     found: list[tuple[Tensor, Tensor]] = []
     faults: list[_Fault] = []
     unread = set(_attention_names(layer, tensors, number))
@@ -112,10 +116,20 @@ def layer_tensors(
         number: of the layer in the model.
         published: the published checkpoints' names instead of transformers'.
     """
+    _check_layer(layer, number)
+    check_flag("published", published)
     if layer.tp_size != 1:
-        raise ValueError(f"layer is of tp_size {layer.tp_size}; it must be whole, of tp_size 1.")
+        remedy = "Gather the shares of all ranks in a layer of tp_size 1."
+        fail("layer", f"of tp_size {layer.tp_size}", "whole, of tp_size 1", remedy)
     form = _published if published else _own
     return {form(name, number): tensor for name, tensor in layer.state_dict().items()}
+
+
+def _check_layer(layer: CompressedSparseAttention, number: int) -> None:
+    if not isinstance(layer, CompressedSparseAttention):
+        actual, required = f"a {type(layer).__name__}", "a CompressedSparseAttention"
+        fail("layer", actual, required, "Pass the attention layer alone.", TypeError)
+    check_int("number", number, 0, remedy="Pass the layer's number in the model, from 0.")
 
 
 class _Fault(NamedTuple):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..validation import MAX_ROWS, fail
+from .checks import check_int, check_positive, told
+
 
 @dataclass(frozen=True)
 class Yarn:
@@ -14,12 +17,20 @@ class Yarn:
         original_max_position_embeddings: the context of pretraining.
         beta_fast, beta_slow: rotations within it from which a frequency is kept, and up to which
             it is divided by ``factor``.
+
+    Raises:
+        TypeError, ValueError: one is no positive number, or the context no int.
     """
 
     factor: float
     original_max_position_embeddings: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "beta_fast", "beta_slow"):
+            check_positive(name, getattr(self, name))
+        check_int("original_max_position_embeddings", self.original_max_position_embeddings, 1)
 
 
 _LEAST = {
@@ -31,7 +42,6 @@ _LEAST = {
     "o_groups": 1,
     "o_lora_rank": 1,
     "sliding_window": 1,
-    "compress_ratio": 0,
     "index_n_heads": 1,
     "index_head_dim": 1,
     "index_topk": 1,
@@ -63,6 +73,9 @@ class CSAConfig:
         compress_rope_theta: rotary base of layers with a compressor.
         yarn: stretch of the frequencies of layers with a compressor, or None.
         rms_norm_eps: of every norm.
+
+    Raises:
+        TypeError, ValueError: a field is of another type or out of bounds.
     """
 
     hidden_size: int = 4096
@@ -86,20 +99,30 @@ class CSAConfig:
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is {value!r}; it must be an int of {least} or more.")
+            check_int(name, getattr(self, name), least)
+        check_int("compress_ratio", self.compress_ratio, 0, MAX_ROWS)
+        if not isinstance(self.indexer_ratios, tuple):
+            actual = told(self.indexer_ratios)
+            fail("indexer_ratios", actual, "a tuple of ints", "Pass (4,) for V4's.", TypeError)
+        for place, ratio in enumerate(self.indexer_ratios):
+            check_int(f"indexer_ratios[{place}]", ratio, 1, MAX_ROWS)
+        if not isinstance(self.dense, bool):
+            fail("dense", told(self.dense), "a bool", "Pass True or False.", TypeError)
+        for name in ("rope_theta", "compress_rope_theta", "rms_norm_eps"):
+            check_positive(name, getattr(self, name))
+        if self.yarn is not None and not isinstance(self.yarn, Yarn):
+            fail("yarn", told(self.yarn), "a Yarn or None", "Pass Yarn(factor, ...).", TypeError)
+        # YaRN divides by the base's logarithm.
+        if self.yarn is not None and self.compress_rope_theta <= 1:
+            theta = self.compress_rope_theta
+            fail("compress_rope_theta", theta, "above 1 with yarn", "Or pass yarn=None.")
         if self.num_attention_heads % self.o_groups:
-            raise ValueError(
-                f"o_groups is {self.o_groups}; it must divide num_attention_heads, "
-                f"{self.num_attention_heads}."
-            )
+            required = f"a divisor of num_attention_heads, {self.num_attention_heads}"
+            fail("o_groups", self.o_groups, required, "Change one of the two.")
         smallest = min(self.head_dim, self.index_head_dim if self.has_indexer else self.head_dim)
-        if self.qk_rope_head_dim % 2 or not 0 < self.qk_rope_head_dim <= smallest:
-            raise ValueError(
-                f"qk_rope_head_dim is {self.qk_rope_head_dim}; it must be even, positive and at "
-                f"most {smallest}, the channels of the smallest head that is rotated."
-            )
+        if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > smallest:
+            required = f"even and at most {smallest}, channels of the smallest head to be rotated"
+            fail("qk_rope_head_dim", self.qk_rope_head_dim, required, "Rotate fewer channels.")
 
     @property
     def has_compressor(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..validation import fail
+from .checks import check_int, check_positive, told
 from .config import CSAConfig, Yarn
 
 _SAME_NAMES = (
@@ -31,14 +33,13 @@ def from_deepseek_v4(config: Any) -> list[CSAConfig]:
             or in the published one (``compress_ratios``, ``rope_scaling``).
 
     Raises:
-        TypeError: config is neither.
-        ValueError: a field is missing, or is of a kind V4 does not have.
+        TypeError: config is neither, or a field is of another type.
+        ValueError: a field is missing, out of bounds, or of a kind V4 does not have.
     """
     if not isinstance(config, Mapping) and not hasattr(config, "__dict__"):
-        raise TypeError(
-            f"config is a {type(config).__name__}; it must be a DeepseekV4Config or the dict of "
-            "its config.json."
-        )
+        required = "a DeepseekV4Config or the dict of its config.json"
+        remedy = "Read the file with json.load."
+        fail("config", f"a {type(config).__name__}", required, remedy, TypeError)
     fields = config if isinstance(config, Mapping) else vars(config)
     shared: dict[str, Any] = {name: _field(fields, name) for name in _SAME_NAMES}
     shared |= {"qk_rope_head_dim": _rope_dim(fields), **_rope(fields)}
@@ -47,67 +48,80 @@ def from_deepseek_v4(config: Any) -> list[CSAConfig]:
 
 def _field(fields: Mapping[str, Any], name: str) -> Any:
     if fields.get(name) is None:
-        raise ValueError(f"config has no {name}; it must be a DeepSeek-V4 config.")
+        raise ValueError(f"config has no {name}; it must be a DeepSeek-V4 config. Pass all of it.")
     return fields[name]
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        fail(name, told(value), "a dict", "Pass it as config.json has it.", TypeError)
+    return value
 
 
 def _kinds(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Each layer's ``compress_ratio`` and ``indexer_ratios``."""
     count = _field(fields, "num_hidden_layers")
+    check_int("num_hidden_layers", count, 1)
     types = fields.get("layer_types")
     if types is None:
         # Ratios of multi-token-prediction layers may follow.
         ratios = _of_every_layer("compress_ratios", _field(fields, "compress_ratios"), count)
         return [{"compress_ratio": ratio, "indexer_ratios": (4,)} for ratio in ratios]
-    rates = {"sliding_attention": 0, **_field(fields, "compress_rates")}
-    unknown = sorted(set(types) - set(rates))
-    if unknown:
-        raise ValueError(f"layer_types holds {unknown}; it must hold {', '.join(rates)}.")
+    types = _of_every_layer("layer_types", types, count)
+    compress_rates = _mapping("compress_rates", _field(fields, "compress_rates"))
+    rates = {"sliding_attention": 0, **compress_rates}
+    for kind in types:
+        if not isinstance(kind, str) or kind not in rates:
+            remedy = "Give compress_rates the rate of others."
+            fail("layer_types", f"given with {kind!r}", f"of {', '.join(rates)}", remedy)
     return [
         {
             "compress_ratio": rates[kind],
             "indexer_ratios": (rates[kind],) if kind == _SPARSE else (),
         }
-        for kind in _of_every_layer("layer_types", types, count)
+        for kind in types
     ]
 
 
-def _of_every_layer(name: str, values: list[Any], count: int) -> list[Any]:
+def _of_every_layer(name: str, values: Any, count: int) -> Sequence[Any]:
+    if not isinstance(values, (list, tuple)):
+        fail(name, told(values), "a list", "Give it an item a layer.", TypeError)
     if len(values) < count:
-        raise ValueError(f"{name} is of {len(values)} layers; it must be of at least {count}.")
+        required = f"of at least {count}, num_hidden_layers"
+        fail(name, f"of {len(values)} layers", required, "Change one of the two.")
     return values[:count]
 
 
 def _rope_dim(fields: Mapping[str, Any]) -> int:
     if fields.get("qk_rope_head_dim") is not None:
         return fields["qk_rope_head_dim"]
-    return int(_field(fields, "head_dim") * _field(fields, "partial_rotary_factor"))
+    head_dim, share = _field(fields, "head_dim"), _field(fields, "partial_rotary_factor")
+    check_int("head_dim", head_dim, 1)
+    check_positive("partial_rotary_factor", share)
+    return int(head_dim * share)
 
 
 def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     """``rope_theta``, ``compress_rope_theta`` and ``yarn``."""
-    nested = fields.get("rope_parameters") or {}
+    nested = _mapping("rope_parameters", fields.get("rope_parameters") or {})
     if "compress" in nested:
-        stretch = nested["compress"]
-        main = _field(_field(nested, "main"), "rope_theta")
+        stretch = _mapping("rope_parameters['compress']", nested["compress"])
+        main = _mapping("rope_parameters['main']", _field(nested, "main"))
+        main = _field(main, "rope_theta")
         compress = _field(stretch, "rope_theta")
     else:
         main, compress = _field(fields, "rope_theta"), _field(fields, "compress_rope_theta")
-        stretch = nested or fields.get("rope_scaling") or {}
+        stretch = nested or _mapping("rope_scaling", fields.get("rope_scaling") or {})
     kind = stretch.get("rope_type", stretch.get("type", "default"))
     if kind not in ("default", "yarn"):
-        raise ValueError(f"the rope type is {kind!r}; it must be 'default' or 'yarn'.")
+        fail("the rope type", repr(kind), "'default' or 'yarn'", "V4 has no other.")
     if stretch.get("attention_factor") not in (None, 1, 1.0):
-        raise ValueError(
-            f"attention_factor is {stretch['attention_factor']}; it must be 1: V4 scales neither "
-            "cosine nor sine."
-        )
+        remedy = "V4 scales neither cosine nor sine: leave it out."
+        fail("attention_factor", repr(stretch["attention_factor"]), "1", remedy)
     yarn = None
     if kind == "yarn":
-        yarn = Yarn(
-            _field(stretch, "factor"),
-            _field(stretch, "original_max_position_embeddings"),
-            stretch.get("beta_fast") or 32.0,
-            stretch.get("beta_slow") or 1.0,
-        )
+        names = ("beta_fast", "beta_slow")
+        betas = {name: stretch[name] for name in names if stretch.get(name) is not None}
+        needed = [_field(stretch, n) for n in ("factor", "original_max_position_embeddings")]
+        yarn = Yarn(*needed, **betas)
     return {"rope_theta": main, "compress_rope_theta": compress, "yarn": yarn}

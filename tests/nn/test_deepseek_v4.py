@@ -105,7 +105,7 @@ def test_what_is_no_v4_config_is_named():
         from_deepseek_v4(
             {**FLASH, "rope_scaling": {**FLASH["rope_scaling"], "attention_factor": 1.3}}
         )
-    with pytest.raises(ValueError, match="layer_types holds"):
+    with pytest.raises(ValueError, match="layer_types is given with 'full_attention'"):
         from_deepseek_v4({**FLASH, "layer_types": ["full_attention"] * 43, "compress_rates": {}})
 
 

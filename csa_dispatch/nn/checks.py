@@ -1,0 +1,33 @@
+"""Checks of a config's values; a layer's arguments are held to some of them too."""
+
+from __future__ import annotations
+
+import sys
+
+from ..validation import MAX_SCALE, fail
+
+_REMEDY = "Take it from the model's config.json."
+
+
+def told(value: object) -> str:
+    """A value of a wrong type, as messages show it."""
+    return f"{value!r} ({type(value).__name__})"
+
+
+def check_int(
+    name: str, value: object, least: int, most: int = sys.maxsize, remedy: str = _REMEDY
+) -> None:
+    """Raise unless ``value`` is an int, and no bool, from ``least`` to ``most``."""
+    bounded = f"from {least} to {most}" if most < sys.maxsize else f"of {least} or more"
+    if isinstance(value, bool) or not isinstance(value, int):
+        fail(name, told(value), f"an int {bounded}", remedy, TypeError)
+    if not least <= value <= most:
+        fail(name, value, f"an int {bounded}", remedy)
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise unless ``value`` is a number above 0 that fp32 holds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        fail(name, told(value), "a number above 0", _REMEDY, TypeError)
+    if not 0 < value <= MAX_SCALE:
+        fail(name, value, "above 0 and finite in float32", _REMEDY)
