@@ -41,12 +41,12 @@ def check_strided(argument: str, value: object) -> None:
         TypeError, ValueError: it names the argument.
     """
     if not isinstance(value, Tensor):
-        fail(argument, type(value).__name__, "a torch.Tensor", error=TypeError)
+        fail(argument, type(value).__name__, "a torch.Tensor", "Convert it first.", TypeError)
     if isinstance(value, (UninitializedParameter, UninitializedBuffer)):
         fail(argument, "an uninitialised parameter", "materialised", "Run its module once first.")
     if value.layout is not torch.strided or value.is_nested:
         kind = "nested" if value.is_nested else f"of layout {value.layout}"
-        fail(argument, kind, "a dense (strided) tensor")
+        fail(argument, kind, "a dense (strided) tensor", "Make it dense first.")
 
 
 def check_flag(argument: str, value: object) -> None:
@@ -56,7 +56,8 @@ def check_flag(argument: str, value: object) -> None:
         TypeError: it names the argument.
     """
     if value is not None and not isinstance(value, bool):
-        fail(argument, f"{value!r} ({type(value).__name__})", "a bool or None", error=TypeError)
+        actual = f"{value!r} ({type(value).__name__})"
+        fail(argument, actual, "a bool or None", "Pass True or False.", TypeError)
 
 
 def validate(

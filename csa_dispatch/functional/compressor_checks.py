@@ -15,9 +15,11 @@ def check_ratio(compress_ratio: int) -> None:
     """Raise unless ``compress_ratio`` is a positive int that kernels can hold."""
     if isinstance(compress_ratio, bool) or not isinstance(compress_ratio, int):
         kind = type(compress_ratio).__name__
-        fail("compress_ratio", f"{compress_ratio!r} ({kind})", "an int", error=TypeError)
+        actual = f"{compress_ratio!r} ({kind})"
+        fail("compress_ratio", actual, "an int", "Pass int(compress_ratio).", TypeError)
     if not 1 <= compress_ratio <= MAX_ROWS:
-        fail("compress_ratio", compress_ratio, f"1 to {MAX_ROWS} tokens an entry")
+        required = f"1 to {MAX_ROWS} tokens an entry"
+        fail("compress_ratio", compress_ratio, required, "V4 has 4 and 128.")
 
 
 def check_dense(name: str, tensor: Tensor | None, first: Tensor, of: str) -> None:
@@ -28,7 +30,8 @@ def check_dense(name: str, tensor: Tensor | None, first: Tensor, of: str) -> Non
         remedy = f"Pass {name}.to_local(), split by batch or whole."
         fail(name, "a DTensor", "this rank's tensor", remedy, TypeError)
     if tensor.device != first.device:
-        fail(name, f"on {tensor.device}", f"on the device of {of}, {first.device}")
+        required = f"on the device of {of}, {first.device}"
+        fail(name, f"on {tensor.device}", required, "Move one of them.")
 
 
 def check_compressor(
@@ -45,16 +48,19 @@ def check_compressor(
         overlapping = compress_ratio == OVERLAPPING_RATIO
     if not isinstance(overlapping, bool):
         kind = type(overlapping).__name__
-        fail("overlapping", f"{overlapping!r} ({kind})", "a bool or None", error=TypeError)
+        actual = f"{overlapping!r} ({kind})"
+        fail("overlapping", actual, "a bool or None", "Pass True or False.", TypeError)
     tensors = {"values": values, "gates": gates, "position_bias": position_bias}
     if cu_seqlens is not None:
         tensors["cu_seqlens"] = cu_seqlens
     for name, tensor in tensors.items():
         check_dense(name, tensor, values, "values")
     if values.dtype not in DTYPES:
-        fail("values", values.dtype, "float64, float32, bfloat16 or float16", error=TypeError)
+        required = "float64, float32, bfloat16 or float16"
+        fail("values", values.dtype, required, "Cast values and gates.", TypeError)
     if values.ndim != 3 or min(values.shape) < 1:
-        fail("values", f"of shape {list(values.shape)}", "[B, T, C] of positive sizes")
+        required = "[B, T, C] of positive sizes"
+        fail("values", f"of shape {list(values.shape)}", required, "Pass [1, T, C] for one row.")
     channels = values.shape[2]
     if overlapping and channels % 2:
         fail(
@@ -64,15 +70,17 @@ def check_compressor(
             "Pass overlapping=False for the plain form.",
         )
     if gates.shape != values.shape:
-        fail("gates", f"of shape {list(gates.shape)}", f"of values' shape, {list(values.shape)}")
+        required = f"of values' shape, {list(values.shape)}"
+        fail("gates", f"of shape {list(gates.shape)}", required, "Pass a gate for each value.")
     if gates.dtype != values.dtype:
         fail("gates", gates.dtype, f"of values' dtype, {values.dtype}", "Cast one of them.")
     if list(position_bias.shape) != [compress_ratio, channels]:
         required = f"[{compress_ratio}, {channels}], the ratio and values' channels"
-        fail("position_bias", f"of shape {list(position_bias.shape)}", required)
+        remedy = "Pass the bias of this compressor, or another compress_ratio."
+        fail("position_bias", f"of shape {list(position_bias.shape)}", required, remedy)
     if position_bias.dtype not in (values.dtype, torch.float32):
         required = f"of values' dtype ({values.dtype}) or float32"
-        fail("position_bias", position_bias.dtype, required)
+        fail("position_bias", position_bias.dtype, required, "Cast it.")
     if cu_seqlens is not None:
         check_offsets(cu_seqlens, values.shape[0])
     return overlapping
@@ -90,4 +98,5 @@ def check_offsets(offsets: Tensor, batch: int, name: str = "cu_seqlens") -> None
     if offsets.dtype != torch.int32:
         fail(name, offsets.dtype, "int32", "Cast it.", TypeError)
     if offsets.ndim != 1 or offsets.shape[0] < 2:
-        fail(name, f"of shape {list(offsets.shape)}", "[N + 1], N documents of at least 1")
+        required = "[N + 1], N documents of at least 1"
+        fail(name, f"of shape {list(offsets.shape)}", required, "Pass 0 and each one's end.")

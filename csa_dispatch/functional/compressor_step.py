@@ -12,6 +12,8 @@ from csa_dispatch.validation import fail
 from .compressor import compress_kv
 from .compressor_checks import check_compressor, check_dense
 
+_REMEDY = "Pass the last step's state."
+
 
 class CompressorState(NamedTuple):
     """What later entries need of the tokens so far. Never written to: keep one to go back to it.
@@ -94,19 +96,19 @@ def _check_state(
 ) -> None:
     if not isinstance(state, CompressorState):
         kind = type(state).__name__
-        fail("state", f"a {kind}", "a CompressorState or None", error=TypeError)
+        fail("state", f"a {kind}", "a CompressorState or None", _REMEDY, TypeError)
     if (state.previous_values is None) != (state.previous_gates is None):
         name = "previous_values" if state.previous_values is None else "previous_gates"
-        fail(f"state.{name}", "None", "given with the other", "Pass the last step's state.")
+        fail(f"state.{name}", "None", "given with the other", _REMEDY)
     for name, tensor in state._asdict().items():
         if tensor is None:
             continue
         check_dense(f"state.{name}", tensor, values, "values")
         if tensor.dtype != values.dtype:
             required = f"of values' dtype, {values.dtype}"
-            fail(f"state.{name}", tensor.dtype, required, "Pass the last step's state.")
+            fail(f"state.{name}", tensor.dtype, required, _REMEDY)
         if tensor.ndim != 3:
-            fail(f"state.{name}", f"of shape {list(tensor.shape)}", "of three dimensions")
+            fail(f"state.{name}", f"of shape {list(tensor.shape)}", "of three dimensions", _REMEDY)
     batch, _, channels = values.shape
     partial = state.values.shape[1]
     wanted = {"values": [batch, partial, channels], "gates": [batch, partial, channels]}
@@ -117,6 +119,6 @@ def _check_state(
         found = list(getattr(state, name).shape)
         if found != shape or partial >= compress_ratio:
             required = f"{shape}, fewer than {compress_ratio} tokens in the partial block"
-            fail(f"state.{name}", f"of shape {found}", required, "Pass the last step's state.")
+            fail(f"state.{name}", f"of shape {found}", required, _REMEDY)
     if state.previous_values is not None and not overlapping:
-        fail("state.previous_values", "given", "None in the plain form")
+        fail("state.previous_values", "given", "None in the plain form", _REMEDY)

@@ -18,25 +18,28 @@ def check_operands(index_query: Tensor, index_keys: Tensor, weights: Tensor) -> 
     shape = list(index_query.shape)
     if index_query.dtype not in DTYPES:
         required = "float64, float32, bfloat16 or float16"
-        fail("index_query", index_query.dtype, required, error=TypeError)
+        fail("index_query", index_query.dtype, required, "Cast it and index_keys.", TypeError)
     if len(shape) != 4 or min(shape) < 1:
-        fail("index_query", f"of shape {shape}", "[B, H, T, D] of positive sizes")
+        required = "[B, H, T, D] of positive sizes"
+        fail("index_query", f"of shape {shape}", required, "Transpose [B, T, H, D].")
     batch, heads, tokens, head_dim = shape
     found = list(index_keys.shape)
     if len(found) != 3 or found[0] != batch or found[2] != head_dim:
-        fail("index_keys", f"of shape {found}", f"[{batch}, S, {head_dim}], shared by all heads")
+        required = f"[{batch}, S, {head_dim}], shared by all heads"
+        fail("index_keys", f"of shape {found}", required, "Pass keys without a head dimension.")
     if index_keys.dtype != index_query.dtype:
         required = f"of index_query's dtype, {index_query.dtype}"
         fail("index_keys", index_keys.dtype, required, "Cast one of them.")
     if list(weights.shape) != [batch, tokens, heads]:
         required = f"[{batch}, {tokens}, {heads}], one weight a token and head"
-        fail("weights", f"of shape {list(weights.shape)}", required)
+        remedy = "Pass a weight for each token and head."
+        fail("weights", f"of shape {list(weights.shape)}", required, remedy)
     if weights.dtype not in (index_query.dtype, torch.float32):
         required = f"of index_query's dtype ({index_query.dtype}) or float32"
-        fail("weights", weights.dtype, required)
+        fail("weights", weights.dtype, required, "Cast them.")
     for name, rows in (("index_query", tokens), ("index_keys", found[1])):
         if rows > MAX_ROWS:
-            fail(name, f"of {rows} rows", f"at most {MAX_ROWS} rows")
+            fail(name, f"of {rows} rows", f"at most {MAX_ROWS} rows", "Split the call.")
 
 
 def check_documents(
@@ -56,18 +59,22 @@ def check_documents(
     assert cu_seqlens_k is not None
     if cu_seqlens_k.shape != cu_seqlens.shape:
         required = f"{list(cu_seqlens.shape)}, as cu_seqlens"
-        fail("cu_seqlens_k", f"of shape {list(cu_seqlens_k.shape)}", required)
+        remedy = "Pass offsets of the same documents."
+        fail("cu_seqlens_k", f"of shape {list(cu_seqlens_k.shape)}", required, remedy)
 
 
 def check_choice(topk: int, compress_ratio: int, past: int, packed: bool) -> None:
     """Raise for bad scalars of ``lightning_indexer``."""
     check_ratio(compress_ratio)
-    for name, value, least in (("topk", topk, 1), ("past", past, 0)):
+    for name, value, least, remedy in (
+        ("topk", topk, 1, "Pass the number of entries that a token selects."),
+        ("past", past, 0, "Pass the number of tokens before these."),
+    ):
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
             kind = type(value).__name__
-            fail(name, f"{value!r} ({kind})", "an int", error=TypeError)
+            fail(name, f"{value!r} ({kind})", "an int", f"Pass int({name}).", TypeError)
         if not least <= value <= MAX_ROWS:
-            fail(name, value, f"{least} to {MAX_ROWS}")
+            fail(name, value, f"{least} to {MAX_ROWS}", remedy)
     if packed and past:
         fail("past", f"{past} with cu_seqlens", "0 then", "Documents are whole.")
 
@@ -101,4 +108,5 @@ def check_scored(
     wanted = [index_query.shape[0], index_query.shape[2]]
     if kv_indices.ndim != 3 or list(kv_indices.shape[:2]) != wanted:
         required = f"[{wanted[0]}, {wanted[1]}, K], shared by all heads"
-        fail("kv_indices", f"of shape {list(kv_indices.shape)}", required)
+        remedy = "Pass the picks of these tokens."
+        fail("kv_indices", f"of shape {list(kv_indices.shape)}", required, remedy)

@@ -10,6 +10,7 @@ from csa_dispatch.validation import DTYPES, MAX_SCALE, fail
 from .compressor_checks import check_dense, check_offsets, check_ratio
 
 REDUCTIONS = ("mean", "sum", "none")
+_SCORES = "Pass what indexer_scores gives for the same arguments."
 
 
 def check_indexer_loss(
@@ -27,9 +28,11 @@ def check_indexer_loss(
 ) -> None:
     """Raise for bad arguments of ``indexer_kl_loss``."""
     if reduction not in REDUCTIONS:
-        fail("reduction", repr(reduction), f"one of {', '.join(REDUCTIONS)}")
+        remedy = "The default is 'mean'."
+        fail("reduction", repr(reduction), f"one of {', '.join(REDUCTIONS)}", remedy)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (float, int))):
-        fail("scale", f"{scale!r} ({type(scale).__name__})", "a float or None", error=TypeError)
+        actual = f"{scale!r} ({type(scale).__name__})"
+        fail("scale", actual, "a float or None", "Pass scale.item().", TypeError)
     if scale is not None and not 0 < scale <= MAX_SCALE:
         fail("scale", scale, "positive and finite in float32", "None means 1/sqrt(head_dim).")
     if (lse is None) == (window_lse is None):
@@ -65,15 +68,17 @@ def _check_shapes(
     index_scores: Tensor, query: Tensor, sparse_kv: Tensor, kv_indices: Tensor | None
 ) -> None:
     if query.dtype not in DTYPES:
-        fail("query", query.dtype, "float64, float32, bfloat16 or float16", error=TypeError)
+        required = "float64, float32, bfloat16 or float16"
+        fail("query", query.dtype, required, "Pass attention()'s own.", TypeError)
     if query.ndim != 4 or min(query.shape) < 1:
-        fail("query", f"of shape {list(query.shape)}", "[B, H, T, D] of positive sizes")
+        required = "[B, H, T, D] of positive sizes"
+        fail("query", f"of shape {list(query.shape)}", required, "Transpose other layouts.")
     batch, _, tokens, size = query.shape
     shape = list(sparse_kv.shape)
     pool = shape[-2] if len(shape) > 2 else 0
     if shape not in ([batch, 1, pool, size], [batch, pool, size]):
         required = f"[{batch}, 1, S, {size}] or [{batch}, S, {size}], one shared head"
-        fail("sparse_kv", f"of shape {shape}", required)
+        fail("sparse_kv", f"of shape {shape}", required, "Pass attention()'s own.")
     if sparse_kv.dtype != query.dtype:
         fail("sparse_kv", sparse_kv.dtype, f"of query's dtype, {query.dtype}", "Cast one of them.")
     columns = pool
@@ -81,16 +86,18 @@ def _check_shapes(
         if kv_indices.dtype not in (torch.int32, torch.int64):
             fail("kv_indices", kv_indices.dtype, "int32 or int64", "Cast it.", TypeError)
         if kv_indices.ndim != 3 or list(kv_indices.shape[:2]) != [batch, tokens]:
-            fail("kv_indices", f"of shape {list(kv_indices.shape)}", f"[{batch}, {tokens}, K]")
+            actual, required = f"of shape {list(kv_indices.shape)}", f"[{batch}, {tokens}, K]"
+            fail("kv_indices", actual, required, "Pass the picks of these tokens.")
         columns = kv_indices.shape[2]
     if not index_scores.dtype.is_floating_point:
-        fail("index_scores", index_scores.dtype, "of a floating-point dtype", error=TypeError)
+        fail("index_scores", index_scores.dtype, "of a floating-point dtype", _SCORES, TypeError)
     if list(index_scores.shape) != [batch, tokens, columns]:
         fail(
             "index_scores",
             f"of shape {list(index_scores.shape)}",
             f"[{batch}, {tokens}, {columns}], a score for each "
             + ("entry" if kv_indices is None else "slot of kv_indices"),
+            _SCORES,
         )
 
 
@@ -99,9 +106,11 @@ def _check_lse(name: str, lse: Tensor | None, window_lse: Tensor | None, query: 
     assert value is not None
     wanted = torch.float64 if query.dtype == torch.float64 else torch.float32
     if value.dtype != wanted:
-        fail(name, value.dtype, f"{wanted}, as attention() returns it", error=TypeError)
+        required = f"{wanted}, as attention() returns it"
+        fail(name, value.dtype, required, "Cast it back.", TypeError)
     if value.shape != query.shape[:3]:
-        fail(name, f"of shape {list(value.shape)}", f"[B, H, T], {list(query.shape[:3])}")
+        required = f"[B, H, T], {list(query.shape[:3])}"
+        fail(name, f"of shape {list(value.shape)}", required, "Pass that of this query.")
 
 
 def _check_documents(cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, batch: int) -> None:
@@ -114,4 +123,5 @@ def _check_documents(cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, bat
     check_offsets(cu_seqlens_k, batch, "cu_seqlens_k")
     if cu_seqlens.shape != cu_seqlens_k.shape:
         required = f"{list(cu_seqlens.shape)}, the documents of cu_seqlens"
-        fail("cu_seqlens_k", f"of shape {list(cu_seqlens_k.shape)}", required)
+        remedy = "Pass offsets of the same documents."
+        fail("cu_seqlens_k", f"of shape {list(cu_seqlens_k.shape)}", required, remedy)

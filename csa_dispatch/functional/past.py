@@ -155,9 +155,9 @@ def _padded(
 def _check(arguments: Arguments, past: int) -> None:
     """Raise for bad arguments before their parts are put together."""
     if isinstance(past, bool) or not isinstance(past, (int, torch.SymInt)):
-        fail("past", f"{past!r} ({type(past).__name__})", "an int", error=TypeError)
+        fail("past", f"{past!r} ({type(past).__name__})", "an int", "Pass int(past).", TypeError)
     if not 0 <= past <= MAX_ROWS:
-        fail("past", past, f"0 to {MAX_ROWS}")
+        fail("past", past, f"0 to {MAX_ROWS}", "Pass the number of tokens before these.")
     query, local_kv, window = arguments.query, arguments.local_kv, arguments.sliding_window_size
     before, own = 0, local_kv
     if all(isinstance(x, Tensor) and x.ndim == 4 and not x.is_nested for x in (query, local_kv)):

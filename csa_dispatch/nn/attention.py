@@ -267,9 +267,9 @@ def _check_hidden(hidden: Tensor, config: CSAConfig, weight: Tensor) -> None:
     tokens, channels = hidden.shape
     if channels != config.hidden_size:
         required = f"of hidden_size, {config.hidden_size}"
-        fail("hidden_states", f"of {channels} channels", required)
+        fail("hidden_states", f"of {channels} channels", required, "Check layout, or the config.")
     if not tokens:
-        fail("hidden_states", "of no tokens", "of one or more")
+        fail("hidden_states", "of no tokens", "of one or more", "Leave the call out.")
     if hidden.device != weight.device:
         required = f"on {weight.device}, as the layer's weights are"
         fail("hidden_states", f"on {hidden.device}", required, "Move one of them.")

@@ -167,10 +167,13 @@ class LayerCache:
 
 def _check(config: CSAConfig, batch: int, dtype: torch.dtype | None) -> None:
     if not isinstance(config, CSAConfig):
-        fail("config", f"a {type(config).__name__}", "the layer's CSAConfig", error=TypeError)
+        actual, required = f"a {type(config).__name__}", "the layer's CSAConfig"
+        fail("config", actual, required, "Pass layer.config.", TypeError)
     if isinstance(batch, bool) or not isinstance(batch, int):
-        fail("batch", f"{batch!r} ({type(batch).__name__})", "an int", error=TypeError)
+        actual = f"{batch!r} ({type(batch).__name__})"
+        fail("batch", actual, "an int", "Pass the number of sequences.", TypeError)
     if batch < 1:
-        fail("batch", batch, "1 or more")
+        fail("batch", batch, "1 or more", "Pass the number of sequences.")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        fail("dtype", repr(dtype), "a floating torch.dtype or None", error=TypeError)
+        required = "a floating torch.dtype or None"
+        fail("dtype", repr(dtype), required, "Pass that of the layer's weights.", TypeError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from itertools import pairwise, product
 
@@ -366,5 +367,6 @@ OFFSETS = torch.tensor([0, 8], dtype=torch.int32)
 def test_bad_arguments_are_named(
     change: dict[str, object], error: type[Exception], match: str
 ) -> None:
-    with pytest.raises(error, match=match):
+    with pytest.raises(error, match=match) as raised:
         compress_kv(**{**GOOD, **change})  # pyright: ignore[reportArgumentType]
+    assert re.search(r"; it must be .*\. .+\.$", str(raised.value)), "no remedy"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -180,8 +181,9 @@ def test_bad_arguments_are_named(change: dict[str, Any], message: str):
         "topk": 1,
         "compress_ratio": 4,
     }
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises((TypeError, ValueError), match=message) as raised:
         lightning_indexer(**arguments | change)
+    assert re.search(r"\. .+[.?]$", str(raised.value)), "no remedy"
 
 
 def test_offsets_of_packed_documents_are_checked():

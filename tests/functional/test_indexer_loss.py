@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -302,5 +303,6 @@ def test_bad_arguments_are_named(
 ) -> None:
     names = ("index_scores", "query", "sparse_kv", "kv_indices", "lse")
     arguments: dict[str, Any] = {**dict(zip(names, GOOD, strict=False)), **change}
-    with pytest.raises(error, match=match):
+    with pytest.raises(error, match=match) as raised:
         indexer_kl_loss(**arguments)
+    assert re.search(r"; it must be .*\. .+\.$", str(raised.value)), "no remedy"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -207,8 +208,9 @@ def test_bad_arguments_are_named(change: dict[str, Any], message: str):
         "weights": torch.zeros(1, 8, 2),
         "kv_indices": torch.zeros(1, 8, 2, dtype=torch.int32),
     }
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises((TypeError, ValueError), match=message) as raised:
         indexer_scores(**arguments | change)
+    assert re.search(r"; it must be .*\. .+\.$", str(raised.value)), "no remedy"
 
 
 @pytest.mark.serial
