@@ -41,6 +41,7 @@ def check_compressor(
     compress_ratio: int,
     overlapping: bool | None,
     cu_seqlens: Tensor | None,
+    least_tokens: int = 1,
 ) -> bool:
     """Raise for bad arguments of ``compress_kv``; whether the form is the overlapping one."""
     check_ratio(compress_ratio)
@@ -58,7 +59,7 @@ def check_compressor(
     if values.dtype not in DTYPES:
         required = "float64, float32, bfloat16 or float16"
         fail("values", values.dtype, required, "Cast values and gates.", TypeError)
-    if values.ndim != 3 or min(values.shape) < 1:
+    if values.ndim != 3 or 0 in values.shape[::2] or values.shape[1] < least_tokens:
         required = "[B, T, C] of positive sizes"
         fail("values", f"of shape {list(values.shape)}", required, "Pass [1, T, C] for one row.")
     channels = values.shape[2]

@@ -45,7 +45,8 @@ def compress_kv_step(
     ``compress_kv`` gives of the whole, in order. Differentiable, through the state too.
 
     Args:
-        values, gates: ``[B, t, C]``, the next ``t`` tokens of every row; see ``compress_kv``.
+        values, gates: ``[B, t, C]``, the next ``t`` tokens of every row, none too; see
+            ``compress_kv``.
         state: what the step before returned; None at the start of the sequence.
         position_bias, compress_ratio, overlapping: as for ``compress_kv``.
 
@@ -56,7 +57,9 @@ def compress_kv_step(
     Raises:
         TypeError, ValueError: as ``compress_kv``.
     """
-    overlapping = check_compressor(values, gates, position_bias, compress_ratio, overlapping, None)
+    overlapping = check_compressor(
+        values, gates, position_bias, compress_ratio, overlapping, None, least_tokens=0
+    )
     previous = None
     if state is not None:
         _check_state(state, values, compress_ratio, overlapping)
@@ -102,6 +105,8 @@ def _check_state(
         fail(f"state.{name}", "None", "given with the other", _REMEDY)
     for name, tensor in state._asdict().items():
         if tensor is None:
+            if name in ("values", "gates"):
+                fail(f"state.{name}", "None", "given", _REMEDY, TypeError)
             continue
         check_dense(f"state.{name}", tensor, values, "values")
         if tensor.dtype != values.dtype:

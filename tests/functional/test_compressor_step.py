@@ -83,6 +83,27 @@ def test_gradients_flow_through_the_state() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("before", [0, 4, 6], ids=["nothing", "a block", "a partial block"])
+@pytest.mark.parametrize("form", FORMS)
+def test_no_tokens_complete_nothing_and_leave_the_state(form: str, before: int) -> None:
+    values, gates, bias = draw(FORMS[form])
+    ratio, overlapping = FORMS[form]
+    state = None
+    if before:
+        part = values[:, :before], gates[:, :before]
+        _, state = compress_kv_step(*part, state, bias, ratio, overlapping=overlapping)
+    none = values[:, :0], gates[:, :0]
+    entries, after = compress_kv_step(*none, state, bias, ratio, overlapping=overlapping)
+    size = bias.shape[1] // (2 if overlapping else 1)
+    assert list(entries.shape) == [len(values), 0, size]
+    if state is None:
+        assert (after.values.shape[1], after.previous_values) == (0, None)
+        return
+    for found, kept in zip(after, state, strict=True):
+        assert (found is None) == (kept is None)
+        assert found is None or kept is None or torch.equal(found, kept)
+
+
 def test_a_state_of_another_call_is_refused() -> None:
     values, gates, bias = draw(FORMS["overlapping"])
     _, state = in_steps(values, gates, bias, (4, True), [33])
@@ -97,6 +118,11 @@ def test_a_state_of_another_call_is_refused() -> None:
         compress_kv_step(values.double(), gates.double(), state, bias, 4)
     with pytest.raises(ValueError, match=r"state\.previous_gates is None"):
         compress_kv_step(values, gates, state._replace(previous_gates=None), bias, 4)
+    for missing in (CompressorState(None, None), state._replace(values=None)):  # pyright: ignore
+        with pytest.raises(
+            TypeError, match=r"state\.values is None; .* Pass the last step's state"
+        ):
+            compress_kv_step(values, gates, missing, bias, 4)
     state = state._replace(values=values, gates=gates)
     with pytest.raises(ValueError, match="fewer than 4 tokens"):
         compress_kv_step(values, gates, state, bias, 4)
