@@ -39,7 +39,8 @@ def indexer_kl_loss(
     The mass is each head's true attention: window and sink stay in its denominator, so heads that
     look elsewhere weigh less. It is worked out in log space with one common shift a token, the
     largest ``z_hk - lse_h`` of all heads and slots: tokens whose mass underflows still have a
-    target. Tokens without mass (no used slot, or a sink of +inf) have loss 0 and gradient 0.
+    target. Tokens without mass (no used slot, or a sink of +inf) have loss 0 and gradient 0. Where
+    lse or a used logit is NaN, so is the loss.
 
     The teacher is detached: the gradient, ``predict * sum(target) - target``, goes to index_scores
     alone. Works on some tokens at a time and keeps one ``[B, T, K]`` tensor for the backward.

@@ -96,7 +96,8 @@ def _target(slots: _Slots, lse: Tensor, add_entries: bool) -> tuple[Tensor, Tens
         lse = torch.logaddexp(lse, logits.logsumexp(-1, keepdim=True))
     share = (logits - lse).masked_fill_(~slots.used[:, None], -math.inf)
     shift = share.amax((1, 2))
-    has_mass = (shift > -math.inf)[:, None]
+    # NaN counts as mass: a broken attention has to show in the loss.
+    has_mass = (shift != -math.inf)[:, None]
     mass = (share - shift[:, None, None]).exp_().sum(1).masked_fill_(~has_mass, 0)
     return mass / mass.sum(-1, keepdim=True).masked_fill_(~has_mass, 1), has_mass
 

@@ -17,6 +17,7 @@ from csa_dispatch.testing.indexer_loss import LossCall, indexer_loss_oracle
 BATCH, HEADS, TOKENS, SIZE, POOL, SLOTS = 2, 3, 13, 8, 6, 5
 OFFSETS = torch.tensor([0, 4, 4, 7, 11], dtype=torch.int32)
 POOL_OFFSETS = torch.tensor([0, 2, 2, 3, 5], dtype=torch.int32)
+TENSORS = ("index_scores", "query", "sparse_kv", "kv_indices", "lse")
 
 
 def draw(
@@ -67,7 +68,8 @@ def loss_of(call: LossCall, reduction: str = "none", **change: Any) -> Tensor:
         "cu_seqlens_k": call.cu_seqlens_k,
         "reduction": reduction,
     }
-    return indexer_kl_loss(*call[:5], **{**arguments, **change})
+    tensors = dict(zip(TENSORS, call, strict=False))
+    return indexer_kl_loss(**{**tensors, **arguments, **change})
 
 
 def check(call: LossCall) -> None:
@@ -131,6 +133,24 @@ def test_tokens_without_mass_have_no_loss_and_no_gradient() -> None:
     assert not loss[:, [3, 5]].any()
     assert not gradient[:, [3, 5]].any()
     check(call)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("window", [False, True])
+def test_a_nan_lse_shows_in_its_token_alone(dense: bool, window: bool) -> None:
+    call = draw(dense=dense)
+    idle = 0 if dense else 5
+    level = call.lse.clone()
+    level[0, 1, [8, idle]] = math.nan
+    levels = {"lse": None, "window_lse": level} if window else {"lse": level}
+    loss = loss_of(call, **levels)
+    (gradient,) = torch.autograd.grad(loss.sum(), call.index_scores)
+    shown = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
+    shown[0, 8] = True
+    assert torch.equal(loss.isnan(), shown)
+    assert torch.equal(gradient.isnan().any(-1), shown)
+    assert not loss[:, idle].any()  # none of its slots is used
+    assert loss_of(call, "mean", **levels).isnan()
 
 
 def test_a_head_without_mass_leaves_the_target_to_the_others() -> None:
@@ -301,8 +321,7 @@ GOOD = draw()
 def test_bad_arguments_are_named(
     change: dict[str, object], error: type[Exception], match: str
 ) -> None:
-    names = ("index_scores", "query", "sparse_kv", "kv_indices", "lse")
-    arguments: dict[str, Any] = {**dict(zip(names, GOOD, strict=False)), **change}
+    arguments: dict[str, Any] = {**dict(zip(TENSORS, GOOD, strict=False)), **change}
     with pytest.raises(error, match=match) as raised:
         indexer_kl_loss(**arguments)
     assert re.search(r"; it must be .*\. .+\.$", str(raised.value)), "no remedy"
