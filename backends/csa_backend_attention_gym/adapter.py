@@ -24,6 +24,7 @@ from csa_dispatch import (
     Reason,
 )
 from csa_dispatch.call_spec import spec_of
+from csa_dispatch.validation import fail
 
 from .features import features, known_features
 from .indexer import AttentionGymIndexer
@@ -38,6 +39,7 @@ SLOT_BYTES_LIMIT = 2 * 2**30
 """The reference gathers every slot of every token at once; beyond this it is no use."""
 
 REMEDY = "pip install 'attn-gym>=0.0.17'"
+_UNROLLED = "Pass the most slots that a kernel may unroll; 16 by default."
 NO_GRADIENTS = (False, False, False, False)
 
 
@@ -107,9 +109,14 @@ class AttentionGymBackend(Backend):
         self, *, side: str = "auto", most_unrolled: int = 16, recompute_p: bool = True
     ) -> None:
         if side not in ("auto", "triton", "cute"):
-            raise ValueError(f"side is {side!r}; it must be 'auto', 'triton' or 'cute'.")
+            required = "'auto', 'triton' or 'cute'"
+            fail("side", repr(side), required, "'auto' chooses for each call.")
+        if isinstance(most_unrolled, bool) or not isinstance(most_unrolled, int):
+            fail("most_unrolled", repr(most_unrolled), "an int", _UNROLLED, TypeError)
         if most_unrolled < 0:
-            raise ValueError(f"most_unrolled is {most_unrolled}; it must not be negative.")
+            fail("most_unrolled", most_unrolled, "0 or more", _UNROLLED)
+        if not isinstance(recompute_p, bool):
+            fail("recompute_p", repr(recompute_p), "a bool", "Pass True or False.", TypeError)
         self.options = Options(side, most_unrolled, recompute_p)
         self.forward_capabilities = _capabilities(forward_predicates(self.options))
         self.backward_capabilities = _capabilities(backward_predicates(self.options))

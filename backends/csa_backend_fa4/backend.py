@@ -19,6 +19,7 @@ from csa_dispatch import (
     dense_slots_bounded,
     slot_layout,
 )
+from csa_dispatch.validation import fail
 
 from .entry_points import availability
 
@@ -45,6 +46,8 @@ BACKWARD = dataclasses.replace(
     remedies=(*FORWARD.remedies, ("deterministic", "force triton or eager as backward_backend")),
 )
 
+_SCRATCH = "None takes a 64th of the device's memory."
+
 
 class FA4Backend(Backend):
     """flash-attn-4's forward and backward for one KV head of 512 on SM100 and SM103.
@@ -61,8 +64,13 @@ class FA4Backend(Backend):
     evidence = "lowered"
 
     def __init__(self, *, recompute_p: bool = True, scratch_bytes: int | None = None) -> None:
-        if scratch_bytes is not None and scratch_bytes <= 0:
-            raise ValueError(f"scratch_bytes is {scratch_bytes}; it must be positive or None.")
+        if not isinstance(recompute_p, bool):
+            fail("recompute_p", repr(recompute_p), "a bool", "Pass True or False.", TypeError)
+        if scratch_bytes is not None:
+            if isinstance(scratch_bytes, bool) or not isinstance(scratch_bytes, int):
+                fail("scratch_bytes", repr(scratch_bytes), "an int or None", _SCRATCH, TypeError)
+            if scratch_bytes <= 0:
+                fail("scratch_bytes", scratch_bytes, "positive or None", _SCRATCH)
         self.recompute_p = recompute_p
         self.backward_uses_lse = recompute_p
         self.scratch_bytes = scratch_bytes

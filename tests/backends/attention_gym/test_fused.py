@@ -149,9 +149,20 @@ def test_a_demanded_cute_side_needs_flash_attention_4(flash_attention):
     assert fields(decide(SPEC, "sm_100", AttentionGymBackend(side="cute"))) == ["availability"]
 
 
-@pytest.mark.parametrize("options", [{"side": "best"}, {"most_unrolled": -1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"side": "best"},
+        {"most_unrolled": -1},
+        {"most_unrolled": "a"},
+        {"most_unrolled": 1.5},
+        {"most_unrolled": True},
+        {"recompute_p": "no"},
+    ],
+)
 def test_bad_options_are_refused(options: dict):
-    with pytest.raises(ValueError, match=f"{next(iter(options))} is"):
+    name, value = next(iter(options.items()))
+    with pytest.raises((TypeError, ValueError), match=rf"{name} is {value!r}; .*\. .+\."):
         AttentionGymBackend(**options)
 
 

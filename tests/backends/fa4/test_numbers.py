@@ -190,6 +190,18 @@ def test_chunks_are_whole_blocks_that_fit_and_are_evenly_cut():
     assert token_chunk(10_000, 2**20, 1) == SMALLEST_CHUNK
 
 
-def test_a_scratch_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="scratch_bytes is 0"):
-        FA4Backend(scratch_bytes=0)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scratch_bytes": 0},
+        {"scratch_bytes": "x"},
+        {"scratch_bytes": 1e9},
+        {"scratch_bytes": True},
+        {"recompute_p": "no"},
+        {"recompute_p": None},
+    ],
+)
+def test_bad_options_are_refused(options: dict):
+    name, value = next(iter(options.items()))
+    with pytest.raises((TypeError, ValueError), match=rf"{name} is {value!r}; .*\. .+\."):
+        FA4Backend(**options)
