@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from csa_dispatch.call import Kind
 from csa_dispatch.capabilities import ANY, Capabilities
 
-from .cases import MEMORY
-from .covering import AXES, cases_for
+from .cases import MEMORY, Case
+from .covering import AXES
 
 Axes = Mapping[str, tuple[object, ...]]
 
@@ -172,24 +172,66 @@ MESSY: Axes = {
 """What the checks that are not about numbers run: all that is nasty, in few calls."""
 
 
-def device_base(
-    forward: Capabilities, backward: Capabilities | None, device_type: str, capability: int | None
-) -> Axes:
-    """``BASE``, with one size changed if its calls are all refused on that device.
+Sides = tuple[Capabilities, Capabilities | None]
+Find = Callable[..., list[Case]]
+"""``cases_for`` of the sides on the device: ``axes`` and ``strength`` are left to give."""
+
+
+def device_bases(sides: Sides, find: Find) -> list[Axes]:
+    """``BASE`` as a device takes it, for every kind; kinds that share one come together.
 
     Bounds hold on every device; what a backend refuses on one alone its predicates say, of whole
     calls.
     """
+    of_kind = {kind: _nearest_base(kind, sides, find) for kind in KINDS}
+    found: list[Axes] = []
+    for base in of_kind.values():
+        kinds = tuple(kind for kind in KINDS if of_kind[kind] == base)
+        if {**base, "kind": kinds} not in found:
+            found.append({**base, "kind": kinds})
+    return found
+
+
+def _nearest_base(kind: object, sides: Sides, find: Find) -> Axes:
+    """``BASE``, or the sizes nearest to it of which calls of ``kind`` are claimed.
+
+    They are asked for no gradients where those are claimed of no such call.
+    """
+
+    def fitted(base: Axes) -> Axes:
+        return {**fitted_axes(*sides, {}, base), "kind": (kind,)}
 
     def claimed(base: Axes) -> bool:
-        fitted = fitted_axes(forward, backward, {}, base)
-        return bool(
-            cases_for(forward, backward, device_type=device_type, capability=capability,
-                      axes=fitted, strength=1)
-        )  # fmt: skip
+        return bool(find(axes=fitted(base), strength=1))
 
-    changed = ({**BASE, name: (value,)} for name in sorted(_SIZES) for value in AXES[name])
-    return next(filter(claimed, (BASE, *changed)), BASE)
+    for needs_grad in (ALL, NONE):
+        base = {**BASE, "needs_grad": (needs_grad,)}
+        if claimed(base):
+            return base
+        free = {name: values for name, values in fitted(base).items() if name not in _SIZES}
+        for case in find(axes=free, strength=1)[:1]:
+            base |= {name: (getattr(case, name),) for name in _SIZES}
+            for name in sorted(_SIZES):
+                nearer = {**base, name: BASE[name]}
+                base = nearer if claimed(nearer) else base
+            return base
+    return BASE
+
+
+def device_axes(axes: Axes, base: Axes, sides: Sides, find: Find) -> Axes:
+    """``fitted_axes``, with the sizes of ``base`` where the device takes none of those named."""
+
+    def claimed(name: str, value: object) -> bool:
+        return bool(find(axes=fitted_axes(*sides, {name: (value,)}, base), strength=1))
+
+    kinds = tuple(kind for kind in axes.get("kind", KINDS) if kind in base["kind"])
+    found = {**axes, "kind": kinds}
+    for name in sorted(_SIZES & axes.keys()):
+        # Where the usual size is taken, it is among those named.
+        if base[name] != BASE[name] and len(axes[name]) > 1:
+            values = tuple(value for value in axes[name] if claimed(name, value))
+            found[name] = values or base[name]
+    return fitted_axes(*sides, found, base)
 
 
 def fitted_axes(

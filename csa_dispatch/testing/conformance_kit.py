@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from .check import (
     layout_faults,
     reference_for,
 )
-from .conformance_cases import Axes, device_base, fitted_axes
+from .conformance_cases import Axes, device_axes, device_bases
 from .conformance_report import Finding
 from .covering import cases_for, claims
 from .guards import guard_inputs, shared_memory
@@ -102,7 +102,10 @@ class Kit:
                 self.forward = eager
         elif self.backward is not None and not self._claimed(self.backward):
             self.backward = None
-        self._base = device_base(*self.sides, device.type, self.capability)
+        self._find = partial(
+            cases_for, *self.sides, device_type=device.type, capability=self.capability
+        )
+        self._bases = device_bases(self.sides, self._find)
         self.entry = Entry(self.forward.name, backend.name)
         self.plain_run = backend_run(self.forward, backend)
 
@@ -124,14 +127,11 @@ class Kit:
         Raises:
             NotClaimed: there are none.
         """
-        wide = self.full and whole_claim
-        found = cases_for(
-            *self.sides,
-            device_type=self.device.type,
-            capability=self.capability,
-            axes={} if wide else fitted_axes(*self.sides, axes, self._base),
-            strength=2 if self.full else 1,
-        )
+        chosen: list[Axes] = [{}]
+        if not (self.full and whole_claim):
+            chosen = [device_axes(axes, base, self.sides, self._find) for base in self._bases]
+        strength = 2 if self.full else 1
+        found = [case for each in chosen for case in self._find(axes=each, strength=strength)]
         if self.forward is not self.backend:
             found = [case for case in found if case.differentiable]
         if not found:

@@ -282,3 +282,17 @@ class BackwardOnly(Broken):
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         raise NotImplementedError(self.name)
+
+
+def sixteen_heads_of_64(spec: CallSpec) -> Reason | None:
+    """16 heads of 64 on a CPU."""
+    if spec.device_type != "cpu" or (spec.heads, spec.head_dim) == (16, 64):
+        return None
+    return Reason("sizes", f"{spec.heads} heads of {spec.head_dim}", "16 of 64", "Use eager.")
+
+
+class PickyAndWrong(WritesPastTheEnd, WritesItsInputs, WrongStrides):
+    """Claims sizes by a predicate alone; what it runs breaks three promises."""
+
+    forward_capabilities = Capabilities(predicates=(sixteen_heads_of_64,))
+    backward_capabilities = forward_capabilities

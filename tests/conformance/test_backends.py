@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from csa_dispatch import CallSpec, Capabilities, Reason, backends
+from csa_dispatch import CallSpec, Capabilities, Kind, Reason, backends
 from csa_dispatch.testing import check_backend
-from csa_dispatch.testing.conformance_cases import BASE, device_base
+from csa_dispatch.testing.conformance_cases import (
+    BASE,
+    FAMILIES,
+    MESSY,
+    NONE,
+    Axes,
+    device_axes,
+    device_bases,
+)
+from csa_dispatch.testing.covering import cases_for
 
 
 @pytest.mark.parametrize("name", ["eager", "attention_gym"])
@@ -42,6 +53,11 @@ def test_backend_passes_every_check_on_cuda(name: str):
     assert "sync" in {check.name for check in report.checks if check.status == "pass"}
 
 
+def usual_bases(claim: Capabilities, backward: Capabilities | None) -> list[Axes]:
+    find = partial(cases_for, claim, backward, device_type="cuda", capability=90)
+    return device_bases((claim, backward), find)
+
+
 def test_calls_are_found_where_a_predicate_refuses_the_usual_ones() -> None:
     def wide(spec: CallSpec) -> Reason | None:
         """head_dim of 64."""
@@ -50,10 +66,42 @@ def test_calls_are_found_where_a_predicate_refuses_the_usual_ones() -> None:
         return Reason("head_dim", str(spec.head_dim), "64", "Use eager.")
 
     claim = Capabilities(predicates=(wide,))
-    base = device_base(claim, claim, "cuda", 90)
+    (base,) = usual_bases(claim, claim)
     assert {name for name in base if base[name] != BASE[name]} == {"head_dim"}
     assert base["head_dim"] == (64,)
-    assert device_base(Capabilities(), None, "cuda", 90) == BASE
+    assert usual_bases(Capabilities(), Capabilities()) == [BASE]
+
+
+def test_kinds_are_found_apart_where_a_predicate_tells_them_apart() -> None:
+    def wide_gathers(spec: CallSpec) -> Reason | None:
+        """kv_indices: 16 heads of 64; no gradients."""
+        if spec.kind is not Kind.GATHER:
+            return None
+        if (spec.head_dim, spec.heads) == (64, 16) and not spec.differentiable:
+            return None
+        return Reason("wide_gathers", "this", "that", "Use eager.")
+
+    claim = Capabilities(predicates=(wide_gathers,))
+    gathers, others = usual_bases(claim, claim)
+    changed = {name: gathers[name] for name in gathers if gathers[name] != BASE[name]}
+    assert changed == {
+        "kind": (Kind.GATHER,), "head_dim": (64,), "heads": (16,), "needs_grad": (NONE,),
+    }  # fmt: skip
+    assert others == {**BASE, "kind": (Kind.DENSE, Kind.WINDOW)}
+
+
+def test_every_family_gets_calls_of_a_backend_that_is_picky_on_one_device() -> None:
+    row = backends()["attention_gym"]
+    if not row.available:
+        pytest.skip(str(row.availability.reason))
+    backend = row.backend
+    assert backend is not None
+    sides = (backend.forward_capabilities, backend.backward_capabilities)
+    find = partial(cases_for, *sides, device_type="cuda", capability=90)
+    bases = device_bases(sides, find)
+    for axes in (*(family.axes for family in FAMILIES), MESSY):
+        found = [device_axes(axes, base, sides, find) for base in bases]
+        assert any(find(axes=each, strength=1) for each in found), axes
 
 
 def test_calls_are_found_for_both_sides_on_the_device_itself() -> None:
@@ -63,12 +111,11 @@ def test_calls_are_found_for_both_sides_on_the_device_itself() -> None:
             return None
         return Reason("head_dim", str(spec.head_dim), "64", "Use eager.")
 
-    def nothing(spec: CallSpec) -> Reason | None:
-        """No call."""
-        return Reason("head_dim", str(spec.head_dim), "none", "Use eager.")
-
     claim, all_calls = Capabilities(predicates=(narrow,)), Capabilities()
-    for sides in ((claim, None), (claim, all_calls), (all_calls, claim)):
-        assert device_base(*sides, "cuda", 90)["head_dim"] == (64,)
-    assert device_base(claim, None, "cuda", 80) == BASE
-    assert device_base(Capabilities(predicates=(nothing,)), None, "cuda", 90) == BASE
+    for backward in (claim, all_calls):
+        (base,) = usual_bases(claim, backward)
+        assert base["head_dim"] == (64,)
+    (base,) = usual_bases(all_calls, claim)
+    assert base["head_dim"] == (64,) or base["needs_grad"] == (NONE,)
+    find = partial(cases_for, claim, claim, device_type="cuda", capability=80)
+    assert device_bases((claim, claim), find) == [BASE]

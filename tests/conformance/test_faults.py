@@ -38,6 +38,11 @@ EXPECTED = [
     (broken.NotesAreOneString, "statement", "not a tuple of str"),
     (broken.IsNotHere, "availability", "cannot run here"),
     (broken.RaisesInProbe, "availability", "ImportError: libcuda.so.1"),
+    (broken.PickyAndWrong, "claims", "dquery"),
+    (broken.PickyAndWrong, "head_dim", "dquery"),
+    (broken.PickyAndWrong, "results", "output has strides"),
+    (broken.PickyAndWrong, "inputs", "written to: query"),
+    (broken.PickyAndWrong, "canaries", "written beside: query"),
     (broken.ClaimsNothingHere, "availability", "no call on cpu is claimed"),
 ]
 
