@@ -44,7 +44,7 @@ def check_backend(
         backend: the plug-in object; it need not be registered.
         device: where to run.
         level: "quick" covers each claimed value with small calls, in seconds on a CPU. "full"
-            covers each pair of values at real head counts and sizes, in minutes.
+            covers each pair of values, at real head counts and head dims, in minutes.
         checks: names of the checks to run besides availability; None for all.
         listener: told of every check as it ends.
 

@@ -145,6 +145,11 @@ FAMILIES = (
         {"head_dim": (16, 80, 24)},
     ),
     Family(
+        "sizes",
+        "tokens, slots, entries and windows past a kernel's first tiles count",
+        {"tokens": (150,), "slots": (70,), "pool": (90,), "window": (3, 140)},
+    ),
+    Family(
         "batch",
         "batch entries are apart",
         {"batch": (3,), "content": ("random", "messy")},

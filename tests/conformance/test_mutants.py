@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor
 
-from csa_dispatch.testing import MUTATIONS, PlainBackend, check_backend
+from csa_dispatch import Call
+from csa_dispatch.testing import MUTATIONS, Mutation, PlainBackend, check_backend
 from csa_dispatch.testing.conformance import CHECK_NAMES
 
 EXPECTED = {
@@ -50,6 +52,41 @@ def test_each_mutant_fails_the_check_about_its_fault(mutation):
     report = check_backend(PlainBackend(mutation), checks=[expected])
     assert [check.name for check in report.failures] == [expected]
     # A mutant that raises would be caught for the wrong reason.
+    assert "Error" not in report.failures[0].message
+
+
+def last_token_zero(call: Call, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    if output.shape[2] > 64:
+        output[:, :, -1] = 0
+    return output, lse
+
+
+def slots_past_64_dropped(call: Call) -> Call:
+    indices = call.kv_indices
+    return call._replace(kv_indices=None if indices is None else indices[..., :64])
+
+
+def long_pools_scaled(call: Call, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    long = call.compress_ratio and call.sparse_kv is not None and call.sparse_kv.shape[2] > 32
+    return output * 0.9 if long else output, lse
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        Mutation("last token past 64 zero", results=last_token_zero),
+        Mutation("slots past 64 dropped", call=slots_past_64_dropped),
+        Mutation(
+            "window of at most 128",
+            call=lambda c: c._replace(sliding_window_size=min(c.sliding_window_size, 128)),
+        ),
+        Mutation("pools past 32 scaled", results=long_pools_scaled),
+    ],
+    ids=lambda mutation: mutation.name,
+)
+def test_what_goes_wrong_past_the_first_tiles_is_caught(mutation):
+    report = check_backend(PlainBackend(mutation), checks=["window", "compressed", "sizes"])
+    assert [check.name for check in report.failures] == ["sizes"]
     assert "Error" not in report.failures[0].message
 
 
