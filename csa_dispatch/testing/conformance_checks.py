@@ -34,6 +34,7 @@ from .conformance_kit import (
     expanded_reference,
     half_reference,
     no_sync,
+    upstream_reference,
 )
 from .conformance_operations import OPERATION_CHECKS
 from .conformance_report import Finding
@@ -124,6 +125,12 @@ def _family(family: Family) -> Callable[[Kit], Iterator[Finding]]:
             reference = expanded_reference(case, kit.device)
             if kit.claims_inputs(reference.inputs):
                 yield kit.run(f"{case.name}-all expanded", reference).judged()
+        by_kind = {case.kind: case for case in kit.cases({"batch": (1, 2)})}
+        for case in by_kind.values():
+            for dim in range(4) if case.differentiable else ():
+                reference = upstream_reference(case, kit.device, dim)
+                what = f"{case.name}-upstream expanded in dim {dim}"
+                yield kit.run(what, reference).judged()
 
     return strides if family.name == "strides" else run
 

@@ -19,7 +19,7 @@ from csa_dispatch.reasons import BackendRefused
 from csa_dispatch.registry import backends, register_backend, unregister_backend
 
 from .budgets import TensorVerdict, gradient_tensors
-from .cases import Case, Inputs, to_call
+from .cases import Case, Inputs, build, to_call
 from .check import (
     Outcome,
     Reference,
@@ -264,25 +264,33 @@ def expanded_reference(case: Case, device: torch.device) -> Reference:
 
     ``output.sum().backward()`` brings such a gradient, a shared selection such slots.
     """
-    made = reference_for(case, device).inputs
-
-    def spread(tensor: Tensor | None, *dims: int) -> Tensor | None:
-        if tensor is None:
-            return None
-        shape = tensor.shape
-        for dim in dims:
-            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
-        return tensor.detach().expand(shape)
-
+    made = build(case, device)
     inputs = made._replace(
-        query=spread(made.query, 1),
-        local_kv=spread(made.local_kv, 2),
-        sparse_kv=spread(made.sparse_kv, 2),
-        kv_indices=spread(made.kv_indices, 1),
-        attention_sink=spread(made.attention_sink, 0),
-        grad_output=spread(made.grad_output, 0, 1, 2, 3),
+        query=_spread(made.query, 1),
+        local_kv=_spread(made.local_kv, 2),
+        sparse_kv=_spread(made.sparse_kv, 2),
+        kv_indices=_spread(made.kv_indices, 1),
+        attention_sink=_spread(made.attention_sink, 0),
+        grad_output=_spread(made.grad_output, 0, 1, 2, 3),
     )
     return _reference_of(inputs, made.needs_grad)
+
+
+def upstream_reference(case: Case, device: torch.device, dim: int) -> Reference:
+    """A case with its upstream gradient at stride 0 in one dimension, as of a mean over it."""
+    made = build(case, device)
+    inputs = made._replace(grad_output=_spread(made.grad_output, dim))
+    return _reference_of(inputs, made.needs_grad)
+
+
+def _spread(tensor: Tensor | None, *dims: int) -> Tensor | None:
+    """The first elements along ``dims``, expanded to the tensor's shape."""
+    if tensor is None:
+        return None
+    shape = tensor.shape
+    for dim in dims:
+        tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    return tensor.detach().expand(shape)
 
 
 def continued_reference(case: Case, device: torch.device) -> Reference:
@@ -290,7 +298,7 @@ def continued_reference(case: Case, device: torch.device) -> Reference:
 
     A document that began in the first half has a negative offset.
     """
-    made = reference_for(case, device).inputs
+    made = build(case, device)
     first = case.tokens // 2
 
     def later(tensor: Tensor, dim: int) -> Tensor:
@@ -313,7 +321,7 @@ def continued_reference(case: Case, device: torch.device) -> Reference:
 
 def half_reference(case: Case, device: torch.device) -> Reference:
     """A case whose results of the first half of the tokens nobody uses: their gradient is 0."""
-    made = reference_for(case, device).inputs
+    made = build(case, device)
     grad_output = made.grad_output.detach().clone()
     grad_output[:, :, : case.tokens // 2] = 0
     return _reference_of(made._replace(grad_output=grad_output), made.needs_grad)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from csa_dispatch import Call
+from csa_dispatch import Call, Gradients
 from csa_dispatch.testing import MUTATIONS, Mutation, PlainBackend, check_backend
 from csa_dispatch.testing.conformance import CHECK_NAMES
 
@@ -88,6 +88,27 @@ def test_what_goes_wrong_past_the_first_tiles_is_caught(mutation):
     report = check_backend(PlainBackend(mutation), checks=["window", "compressed", "sizes"])
     assert [check.name for check in report.failures] == ["sizes"]
     assert "Error" not in report.failures[0].message
+
+
+class DoublesExpanded(PlainBackend):
+    """Takes an upstream gradient of stride 0 in one dimension alone twice."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self._dim = dim
+
+    def backward(self, call, output, lse, grad_output, needs) -> Gradients:
+        expanded = [dim for dim, step in enumerate(grad_output.stride()) if step == 0]
+        if expanded == [self._dim]:
+            grad_output = 2 * grad_output
+        return super().backward(call, output, lse, grad_output, needs)
+
+
+@pytest.mark.parametrize("dim", range(4))
+def test_an_upstream_gradient_expanded_in_one_dimension_is_tried(dim: int):
+    report = check_backend(DoublesExpanded(dim), checks=["strides"])
+    assert [check.name for check in report.failures] == ["strides"]
+    assert f"upstream expanded in dim {dim}" in report.failures[0].message
 
 
 def test_field_cases_catch_the_mutant_that_stands_for_their_fault():
