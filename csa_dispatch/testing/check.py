@@ -189,12 +189,55 @@ def backend_run(forward: Backend, backward: Backend | None = None) -> Run:
 
     def run(inputs: Inputs) -> Outcome:
         call, needs = to_call(inputs), inputs.needs_grad
-        output, lse = forward.forward(call)
+        output, lse = run_forward(forward, call)
         if not any(needs):
             return Outcome(output, lse, Gradients(None, None, None, None))
-        return Outcome(output, lse, reverse.backward(call, output, lse, inputs.grad_output, needs))
+        gradients = run_backward(reverse, call, output, lse, inputs.grad_output, needs)
+        return Outcome(output, lse, gradients)
 
     return run
+
+
+def run_forward(backend: Backend, call: Call) -> tuple[Tensor, Tensor]:
+    """A backend's forward.
+
+    Raises:
+        TypeError: it returned something else than output and lse.
+    """
+    found: object = backend.forward(call)
+    match found:
+        case (Tensor() as output, Tensor() as lse):
+            return output, lse
+    raise TypeError(f"forward returned {_outline(found)}; it must return (output, lse), tensors")
+
+
+def run_backward(
+    backend: Backend,
+    call: Call,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    needs: tuple[bool, bool, bool, bool],
+) -> Gradients:
+    """A backend's backward.
+
+    Raises:
+        TypeError: it returned something else than four gradients.
+    """
+    found: object = backend.backward(call, output, lse, grad_output, needs)
+    match found:
+        case (_, _, _, _) if all(item is None or isinstance(item, Tensor) for item in found):
+            return Gradients(*found)
+    raise TypeError(
+        f"backward returned {_outline(found)}; it must return Gradients of four tensors or None"
+    )
+
+
+def _outline(found: object) -> str:
+    """What something is, in a few words: types alone."""
+    if isinstance(found, tuple):
+        return f"({', '.join(type(item).__name__ for item in found)})"
+    return "None" if found is None else f"a {type(found).__name__}"
 
 
 def attention_run(

@@ -20,6 +20,7 @@ from .conformance_report import (
     Finding,
     summarise,
 )
+from .conformance_statement import claims_fault
 
 LEVELS = ("quick", "full")
 CHECK_NAMES = tuple(check.name for check in CHECKS)
@@ -60,24 +61,45 @@ def check_backend(
     unknown = [name for name in wanted if name not in CHECK_NAMES]
     if unknown:
         raise ValueError(f"checks {unknown} are unknown; known: {', '.join(CHECK_NAMES)}")
-    where = torch.device(device)
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, but torch finds none here")
-    kit = Kit(backend, where, full=level == "full")
+    where = _device(device)
+    kit = _kit(backend, where, level)
     results: list[CheckResult] = []
     here = True
     for check in CHECKS:
         if check.name not in (AVAILABILITY, *wanted):
             continue
-        if here:
+        if isinstance(kit, Kit) and here:
             result = _run(check, kit)
+        elif check.name == AVAILABILITY:
+            result = summarise(check.name, check.promise, [Finding("claims", str(kit))])
         else:
             result = CheckResult(check.name, check.promise, UNSUPPORTED, "not available")
         here = here and (check.name, result.status) != (AVAILABILITY, FAIL)
         results.append(result)
         if listener is not None:
             listener(result)
-    return ConformanceReport(backend.name, _version(backend), where.type, level, tuple(results))
+    name = getattr(backend, "name", type(backend).__name__)
+    return ConformanceReport(name, _version(backend), where.type, level, tuple(results))
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device is {device}, but torch finds none here") from error
+    return torch.device(device)
+
+
+def _kit(backend: Backend, device: torch.device, level: str) -> Kit | str:
+    """The kit, or why nobody can ask what the backend claims."""
+    fault = claims_fault(backend)
+    if fault:
+        return fault
+    try:
+        return Kit(backend, device, full=level == "full")
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error} (at {innermost(error)})"
+        return f"asking for calls raises {raised}; a predicate must return a Reason or None"
 
 
 def _run(check: Check, kit: Kit) -> CheckResult:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from csa_dispatch.backend import Availability
 from csa_dispatch.call_spec import CallSpec
 from csa_dispatch.reasons import BackendRefused
 from csa_dispatch.receipts import record_receipts
@@ -24,6 +25,7 @@ from .check import (
     deterministic_algorithms,
     identical,
     judge_outcome,
+    run_backward,
 )
 from .conformance_cases import ALL, FAMILIES, MESSY, NONE, Axes, Family
 from .conformance_kit import (
@@ -71,7 +73,11 @@ class Check(NamedTuple):
 
 
 def _availability(kit: Kit) -> Iterator[Finding]:
-    reason = kit.backend.probe().reason
+    found: object = kit.backend.probe()
+    if not isinstance(found, Availability):
+        yield Finding("probe", f"returned {found!r}; it must return an Availability")
+        return
+    reason = found.reason
     yield Finding("probe", "" if reason is None else f"cannot run here: {reason}")
     if reason is None:
         try:
@@ -197,8 +203,8 @@ def _half_left_out(kit: Kit, case: Case) -> Finding:
         output, lse = PlainBackend().forward(to_call(inputs))
         half = lse.clone()
         half[:, :, : case.tokens // 2] = math.inf
-        gradients = kit.backend.backward(
-            to_call(inputs), output, half, grad_output, inputs.needs_grad
+        gradients = run_backward(
+            kit.backend, to_call(inputs), output, half, grad_output, inputs.needs_grad
         )
     except Exception as error:
         return Finding(what, f"{type(error).__name__}: {error}")

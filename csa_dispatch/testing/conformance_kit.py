@@ -31,6 +31,8 @@ from .check import (
     judge_outcome,
     layout_faults,
     reference_for,
+    run_backward,
+    run_forward,
 )
 from .conformance_cases import Axes, device_axes, device_bases
 from .conformance_report import Finding
@@ -197,11 +199,11 @@ class Kit:
     def _watched(self, inputs: Inputs) -> tuple[Outcome, list[str]]:
         """Forward and backward, and which of the forward's results the backward wrote to."""
         call, needs = to_call(inputs), inputs.needs_grad
-        output, lse = self.forward.forward(call)
+        output, lse = run_forward(self.forward, call)
         if not any(needs):
             return Outcome(output, lse, Gradients(None, None, None, None)), []
         saved = {"output": (output, output.clone()), "lse": (lse, lse.clone())}
-        gradients = self.backend.backward(call, output, lse, inputs.grad_output, needs)
+        gradients = run_backward(self.backend, call, output, lse, inputs.grad_output, needs)
         spoiled = [
             name for name, (now, then) in saved.items() if not torch.equal(bits(now), bits(then))
         ]

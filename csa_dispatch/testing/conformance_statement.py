@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from csa_dispatch.capabilities import Allowed, Claims
+from csa_dispatch.backend import Backend
+from csa_dispatch.capabilities import Allowed, Capabilities, Claims
 from csa_dispatch.operations import AnySpec
 from csa_dispatch.reasons import Reason
 
@@ -28,12 +29,32 @@ def stated(side: str, capabilities: Claims, spec: AnySpec) -> Iterator[Finding]:
         what = f"{side} {predicate.__name__}"
         documented = bool((predicate.__doc__ or "").strip())
         yield Finding(what, "" if documented else "has no docstring")
-        reason = predicate(spec)
+        try:
+            reason: object = predicate(spec)
+        except Exception as error:
+            raised = f"{type(error).__name__}: {error}"
+            yield Finding(what, f"raises {raised}; it must return a Reason or None")
+            continue
         right = reason is None or isinstance(reason, Reason)
         yield Finding(what, "" if right else f"gives {reason!r}, not a Reason or None")
     for field, _ in capabilities.remedies:
         bounded = field in capabilities.bounds()
         yield Finding(f"{side} remedy of {field}", "" if bounded else "is for no bound")
+
+
+def claims_fault(backend: Backend) -> str:
+    """What a backend has in place of claims about ``attention()``; empty when it has some."""
+    sides = {
+        "forward_capabilities": getattr(backend, "forward_capabilities", None),
+        "backward_capabilities": backend.backward_capabilities or Capabilities(),
+    }
+    for name, claims in sides.items():
+        if not isinstance(claims, Capabilities):
+            return f"{name} is {claims!r}; it must be Capabilities"
+        for field, allowed in claims.bounds().items():
+            if not isinstance(allowed, Allowed):
+                return f"{name} has {field}={allowed!r}; it must be a set, such as OneOf"
+    return ""
 
 
 def notes_fault(notes: object) -> str:

@@ -296,3 +296,35 @@ class PickyAndWrong(WritesPastTheEnd, WritesItsInputs, WrongStrides):
 
     forward_capabilities = Capabilities(predicates=(sixteen_heads_of_64,))
     backward_capabilities = forward_capabilities
+
+
+class ReturnsNothing(Broken):
+    def forward(self, call: Call):
+        super().forward(call)
+
+
+class GivesThreeGradients(Broken):
+    def backward(self, call, output, lse, grad_output, needs):
+        return tuple(super().backward(call, output, lse, grad_output, needs))[:3]
+
+
+class ProbesNothing(Broken):
+    def probe(self):
+        return None
+
+
+class ClaimsNone(Broken):
+    forward_capabilities = None  # pyright: ignore[reportAssignmentType]
+
+
+class ClaimsAString(Broken):
+    forward_capabilities = Capabilities(dtype="float32")  # pyright: ignore[reportArgumentType]
+
+
+def looks_up(spec: CallSpec) -> Reason | None:
+    """Known devices."""
+    return {}[spec.device_type]
+
+
+class RaisesInAPredicate(Broken):
+    forward_capabilities = Capabilities(predicates=(looks_up,))

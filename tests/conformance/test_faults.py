@@ -43,6 +43,13 @@ EXPECTED = [
     (broken.PickyAndWrong, "results", "output has strides"),
     (broken.PickyAndWrong, "inputs", "written to: query"),
     (broken.PickyAndWrong, "canaries", "written beside: query"),
+    (broken.ReturnsNothing, "gradients", "forward returned None; it must return (output, lse)"),
+    (broken.GivesThreeGradients, "gradients", "it must return Gradients"),
+    (broken.GivesThreeGradients, "pairing", "it must return Gradients"),
+    (broken.ProbesNothing, "availability", "returned None; it must return an Availability"),
+    (broken.ClaimsNone, "availability", "forward_capabilities is None; it must be Capabilities"),
+    (broken.ClaimsAString, "availability", "dtype='float32'; it must be a set"),
+    (broken.RaisesInAPredicate, "availability", "in looks_up"),
     (broken.ClaimsNothingHere, "availability", "no call on cpu is claimed"),
 ]
 

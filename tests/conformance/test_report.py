@@ -67,6 +67,7 @@ def test_the_listener_hears_of_every_check():
     [
         ({"level": "medium"}, "quick or full"),
         ({"checks": ["colour"]}, "colour"),
+        ({"device": "gpu"}, "device is gpu, but torch finds none here"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict, message: str):
