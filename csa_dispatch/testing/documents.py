@@ -43,11 +43,14 @@ def split_pool(offsets: Tensor, pool: int, ratio: int, generator: torch.Generato
 
 
 def draw_doc_ids(batch: int, tokens: int, aligned: int, generator: torch.Generator) -> Tensor:
-    """int64 ``[B, T]`` non-decreasing ids with gaps, changing at multiples of ``aligned``."""
+    """int64 ``[B, T]`` non-decreasing ids with gaps, changing at multiples of ``aligned``.
+
+    They go from -1 over 0, or to 1 at once, for ids are only compared.
+    """
     blocks = -(-tokens // aligned)
     change = torch.rand(batch, blocks, generator=generator) < min(0.5, 4 / max(1, blocks))
-    step = change * torch.randint(1, 4, (batch, blocks), generator=generator)
-    return step.cumsum(1).repeat_interleave(aligned, dim=1)[:, :tokens].contiguous()
+    step = change * torch.randint(1, 3, (batch, blocks), generator=generator)
+    return (step.cumsum(1) - 1).repeat_interleave(aligned, dim=1)[:, :tokens].contiguous()
 
 
 def draw_indices(

@@ -90,6 +90,14 @@ def test_what_goes_wrong_past_the_first_tiles_is_caught(mutation):
     assert "Error" not in report.failures[0].message
 
 
+def test_doc_ids_are_compared_with_their_signs():
+    def unsigned(call: Call) -> Call:
+        return call if call.doc_ids is None else call._replace(doc_ids=call.doc_ids.abs())
+
+    report = check_backend(PlainBackend(Mutation("unsigned", call=unsigned)), checks=["documents"])
+    assert "docs=doc_ids" in report.failures[0].message
+
+
 class DoublesExpanded(PlainBackend):
     """Takes an upstream gradient of stride 0 in one dimension alone twice."""
 
