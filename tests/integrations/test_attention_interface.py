@@ -61,6 +61,23 @@ def test_padding_and_packing_are_refused(make_model, tokens, name):
         model(ids, position_ids=torch.arange(9)[None] % 4, use_cache=False)
 
 
+@pytest.mark.parametrize("taken", ["sdpa", "eager", "flash_attention_2"])
+def test_names_of_other_implementations_are_refused(taken):
+    masks, functions = transformers.AttentionMaskInterface(), transformers.AttentionInterface()
+    before = dict(masks), dict(functions)
+    with pytest.raises(ValueError, match=f"name is '{taken}', which transformers' Attention"):
+        register_attention(taken)
+    assert (dict(masks), dict(functions)) == before
+
+
+def test_a_name_is_a_string_and_ours_may_be_registered_again(name):
+    with pytest.raises(TypeError, match=r"name is 3 \(int\); it must be a string"):
+        register_attention(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="name is ''; it must be a name of one character"):
+        register_attention("")
+    assert register_attention(name) == name
+
+
 def test_other_values_masks_dropout_and_no_window_are_refused():
     query, kv = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
     module = nn.Module()

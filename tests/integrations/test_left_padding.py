@@ -52,13 +52,6 @@ def test_generation_is_that_of_the_rows_alone(make_model, prompts, settings):
         assert torch.equal(found[row, 21:], alone[0, tokens.shape[1] :])
 
 
-def test_a_mask_of_one_row_is_every_rows(make_model, prompts):
-    model = enable(make_model())
-    ids, mask, _ = prompts
-    every = model(ids, attention_mask=mask[:1].expand(3, -1)).logits
-    assert torch.equal(model(ids, attention_mask=mask[:1]).logits, every)
-
-
 def test_positions_may_be_given_or_left_out(make_model, prompts):
     model = enable(make_model())
     ids, mask, _ = prompts
@@ -81,6 +74,18 @@ def test_the_models_own_cache_goes_on_without_a_mask(make_model, prompts, tokens
             torch.testing.assert_close(found[row], alone[0, -6:], **TIGHT)
         first.cache.reset()
         assert first.cache.get_seq_length() == 0
+
+
+def test_a_mask_of_cached_and_new_tokens_is_the_one_to_pass_on(make_model, prompts, tokens):
+    model = enable(make_model())
+    ids, mask, _ = prompts
+    more = tokens(3, 6, seed=1)
+    whole = torch.cat((mask, torch.ones_like(more)), dim=1)
+    with torch.no_grad():
+        full = model(torch.cat((ids, more), dim=1), attention_mask=whole).logits
+        cache = model(ids, attention_mask=mask).cache
+        found = model(more, attention_mask=whole, cache=cache).logits
+    torch.testing.assert_close(found, full[:, -6:], **TIGHT)
 
 
 def test_transformers_itself_lets_padding_change_a_rows_tokens(make_model, prompts):

@@ -247,10 +247,17 @@ def padded_later(model, ids):
     model(ids[:, :1], attention_mask=mask, cache=cache)
 
 
-def mask_of_fewer_rows(model, ids):
-    mask = torch.ones(2, ids.shape[1], dtype=torch.long)
-    mask[0, 0] = 0
-    model(ids.repeat(2, 1)[:3], attention_mask=mask)
+def mask_of_shape(*shape):
+    return lambda model, ids: model(ids, attention_mask=torch.ones(shape, dtype=torch.long))
+
+
+def mask_of_new_tokens_alone(model, ids):
+    cache = model(ids).cache
+    model(ids[:, :3], attention_mask=torch.ones_like(ids[:, :3]), cache=cache)
+
+
+def inputs(name, *shape):
+    return lambda model, ids: model(**{name: ids.new_zeros(shape)})
 
 
 def positions_of_fewer_tokens(model, ids):
@@ -258,7 +265,15 @@ def positions_of_fewer_tokens(model, ids):
 
 
 REFUSED = {
-    mask_of_fewer_rows: "a row for each of the batch",
+    mask_of_shape(1, 12): "attention_mask is of shape [1, 12]; needs [2, 12], a row for each",
+    mask_of_shape(3, 12): "attention_mask is of shape [3, 12]; needs [2, 12]",
+    mask_of_shape(2, 11): "attention_mask is of shape [2, 11]; needs [2, 12]",
+    mask_of_shape(2, 13): "attention_mask is of shape [2, 13]; needs [2, 12]",
+    mask_of_new_tokens_alone: "a column for each of 12 cached and 3 new tokens",
+    inputs("input_ids", 2, 0): "input_ids is of shape [2, 0]; needs [B, T] of positive sizes",
+    inputs("input_ids", 0, 12): "input_ids is of shape [0, 12]",
+    inputs("input_ids", 12): "a single row as a batch of one",
+    inputs("inputs_embeds", 2, 0, 64): "inputs_embeds is of shape [2, 0, 64]",
     positions_of_fewer_tokens: "position_ids is of shape [1, 11]",
     packed_rows: "position_ids is other than consecutive",
     skipping: "position_ids is other than consecutive",
@@ -315,6 +330,13 @@ def test_a_dense_mask_is_refused_by_a_layer_called_alone(make_model):
 def test_a_model_of_another_kind_is_refused():
     with pytest.raises(ValueError, match="model is a Linear"):
         enable(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("change", [enable, disable])
+@pytest.mark.parametrize("model", [None, nn.Linear, "a/name"], ids=str)
+def test_what_is_no_module_is_refused(change, model):
+    with pytest.raises(TypeError, match=r"model is .*; it must be a torch\.nn\.Module\. Pass"):
+        change(model)
 
 
 def test_documents_packed_by_position_ids_are_documents_alone(make_model, tokens):

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from ...functional import attention_with_past
+from ...validation import fail
 from .probing import v4_modeling
 
 
@@ -19,18 +20,35 @@ def register_attention(name: str = "csa_dispatch") -> str:
     which serves all three kinds.
 
     Args:
-        name: what ``model.set_attn_implementation`` and ``attn_implementation=`` take.
+        name: what ``model.set_attn_implementation`` and ``attn_implementation=`` take. Registering
+            it again changes nothing.
 
     Returns:
         ``name``.
 
     Raises:
         ImportError: transformers is absent, older than 5.24, or lacks a part that we read.
+        TypeError: ``name`` is not a string.
+        ValueError: ``name`` is empty, or transformers knows another implementation by it.
     """
+    if not isinstance(name, str):
+        remedy = 'Pass a name such as "csa_dispatch".'
+        fail("name", f"{name!r} ({type(name).__name__})", "a string", remedy, TypeError)
+    if not name:
+        fail("name", "''", "a name of one character or more", 'Leave it out for "csa_dispatch".')
     v4_modeling()
     transformers = import_module("transformers")
-    transformers.AttentionInterface.register(name, window_attention)
-    transformers.AttentionMaskInterface.register(name, no_mask)
+    ours = (
+        (transformers.AttentionInterface, window_attention),
+        (transformers.AttentionMaskInterface, no_mask),
+    )
+    for interface, function in ours:
+        # The registers are the process's: every model of that implementation would change.
+        if interface().get(name, function) is not function:
+            actual = f"{name!r}, which transformers' {interface.__name__} has already"
+            fail("name", actual, "a name not taken", 'Leave it out for "csa_dispatch".')
+    for interface, function in ours:
+        interface.register(name, function)
     return name
 
 

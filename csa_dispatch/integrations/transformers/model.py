@@ -30,6 +30,7 @@ def model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse("output_attentions", "True", "False", remedy)
     inputs = _first(kwargs, "input_ids", "inputs_embeds")
     if inputs is not None:
+        _check_inputs("inputs_embeds" if kwargs.get("input_ids") is None else "input_ids", inputs)
         kwargs.update(_for_the_layers(self.config, inputs, kwargs))
     # transformers takes a dict's mask as it is, and None for none at all.
     kwargs["attention_mask"] = {"sliding_attention": None}
@@ -47,6 +48,13 @@ def _refuse(field: str, actual: str, required: str, remedy: str) -> NoReturn:
         "this call of an enabled DeepSeek-V4 model cannot run through attention()",
         {"transformers": (reason,)},
     )
+
+
+def _check_inputs(name: str, inputs: Tensor) -> None:
+    shape = "[B, T]" if name == "input_ids" else "[B, T, hidden_size]"
+    if inputs.ndim != shape.count(",") + 1 or 0 in inputs.shape:
+        remedy = "Pass at least one token of at least one row, a single row as a batch of one."
+        _refuse(name, f"of shape {list(inputs.shape)}", f"{shape} of positive sizes", remedy)
 
 
 def _for_the_layers(config: Any, inputs: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -101,14 +109,17 @@ def _left_padding(mask: Any, cache: Any, batch: int, past: int, tokens: int) -> 
             "a padding mask [B, T], or None",
             "The layers are causal by themselves; leave attention_mask out.",
         )
-    if mask.shape[0] not in (1, batch):
+    if mask.shape != (batch, past + tokens):
         required = f"[{batch}, {past + tokens}], a row for each of the batch"
-        remedy = "Pass the tokenizer's mask of these rows."
+        remedy = "Pass the tokenizer's mask of these rows, or leave attention_mask out."
+        if past:
+            required += f" and a column for each of {past} cached and {tokens} new tokens"
+            remedy = "Append ones for the new tokens to the earlier mask, or leave it out."
         _refuse("attention_mask", f"of shape {list(mask.shape)}", required, remedy)
-    kept = mask.bool().expand(batch, -1)
+    kept = mask.bool()
     if known is None and bool(kept.all()):
         return None
-    if kept.shape[1] == past + tokens and bool((kept[:, 1:] >= kept[:, :-1]).all()):
+    if bool((kept[:, 1:] >= kept[:, :-1]).all()):
         found = (~kept).sum(1).tolist()
         if [min(rows, past) for rows in found] == (known or [0] * len(found)):
             return found

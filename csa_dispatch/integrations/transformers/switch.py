@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ...validation import fail
 from .layers import attention_forward
 from .model import model_forward
 from .probing import check_layer, v4_modeling
@@ -38,8 +39,10 @@ def enable(model: Model) -> Model:
 
     Raises:
         ImportError: transformers is absent, older than 5.24, or lacks a part that we read.
+        TypeError: ``model`` is not a module.
         ValueError: there is no DeepSeek-V4 attention layer in the model.
     """
+    _check_module(model)
     modeling = v4_modeling()
     layers = [part for part in model.modules() if isinstance(part, modeling.DeepseekV4Attention)]
     if not layers:
@@ -62,11 +65,22 @@ def disable(model: Model) -> Model:
 
     Returns:
         The same model.
+
+    Raises:
+        TypeError: ``model`` is not a module.
     """
+    _check_module(model)
     for part in model.modules():
         _restore(part, attention_forward)
         _restore(part, model_forward)
     return model
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        actual = "None" if model is None else f"a {type(model).__name__}"
+        remedy = "Pass the loaded model itself, from_pretrained(...)'s result say."
+        fail("model", actual, "a torch.nn.Module", remedy, TypeError)
 
 
 def _slot(part: nn.Module) -> str:
