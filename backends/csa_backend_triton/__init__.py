@@ -29,13 +29,20 @@ def load_tiles(path: str) -> int:
 def warmup(specs: Iterable[CallSpec], workers: int = 4) -> int:
     """Compile ahead what calls launch, ``workers`` processes at a time; how many kernels.
 
+    The processes import the program's main module anew, so a script calls this under
+    ``if __name__ == "__main__":``.
+
     Args:
         specs: calls; ``capability`` is this GPU's, ``needs_grad`` says whether to compile a
             backward too.
         workers: processes.
 
     Raises:
-        ValueError: a spec without a capability.
+        TypeError: ``specs`` is one spec, or holds something else.
+        ValueError: a spec without this GPU's capability, or one that describes no call; fewer
+            than one worker.
+        BackendRefused: a spec that the backend does not claim; its Reasons say why.
+        RuntimeError: there is no CUDA device, or a process ended before its work.
     """
     from .compiling import warmup as compile_all
 

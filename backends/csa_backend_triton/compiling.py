@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 
 import torch
 
 from csa_dispatch.call import Call, Kind, token_bounds
-from csa_dispatch.call_spec import CallSpec
+from csa_dispatch.call_spec import CallSpec, check_spec, device_capability
+from csa_dispatch.reasons import BackendRefused
+from csa_dispatch.validation import fail
 
+from .backend import TritonBackend
 from .choice import backward_of, forward_of
 from .launching import Compilation, compile_only
 
@@ -78,6 +82,9 @@ def _count(spec: CallSpec) -> int:
 def warmup(specs: Iterable[CallSpec], workers: int = 4) -> int:
     """Compile what every spec launches, ``workers`` processes at a time.
 
+    The processes import the program's main module anew, so a script calls this under
+    ``if __name__ == "__main__":``.
+
     Args:
         specs: calls; ``capability`` is this GPU's.
         workers: processes.
@@ -86,7 +93,60 @@ def warmup(specs: Iterable[CallSpec], workers: int = 4) -> int:
         How many kernels were compiled or found in the cache.
 
     Raises:
-        ValueError: a spec without a capability.
+        TypeError: ``specs`` is one spec, or holds something else.
+        ValueError: a spec without this GPU's capability, or one that describes no call; fewer
+            than one worker.
+        BackendRefused: a spec that the backend does not claim; its Reasons say why.
+        RuntimeError: there is no CUDA device, or a process ended before its work.
     """
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        return sum(pool.map(_count, specs))
+    if isinstance(specs, CallSpec) or not isinstance(specs, Iterable):
+        remedy = "Put a single spec into a list."
+        fail("specs", f"a {type(specs).__name__}", "a list of CallSpecs", remedy, TypeError)
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        fail("workers", repr(workers), "an int of 1 or more", "Leave it out for 4.")
+    specs = list(specs)
+    for number, spec in enumerate(specs):
+        _check_claimed(f"specs[{number}]", spec)
+    if specs:
+        _check_device(specs)
+    try:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            return sum(pool.map(_count, specs))
+    except BrokenProcessPool as error:
+        raise RuntimeError(
+            "a process of warmup ended before its work; in a script, call warmup() under "
+            "if __name__ == '__main__':, since its processes import the script anew."
+        ) from error
+
+
+def _check_claimed(name: str, spec: object) -> None:
+    """Refuse what is no spec of a call that the kernels take on CUDA."""
+    if not isinstance(spec, CallSpec):
+        remedy = "Only calls of attention() are compiled ahead."
+        fail(name, f"a {type(spec).__name__}", "a CallSpec", remedy, TypeError)
+    check_spec(spec)
+    if spec.capability is None:
+        remedy = "Pass capability=90 for an H100, say."
+        fail(f"{name}.capability", None, "this GPU's compute capability", remedy)
+    # Specs say "cpu" unless told otherwise; what is compiled is for CUDA anyway.
+    spec = spec._replace(device_type="cuda")
+    reasons = TritonBackend.forward_capabilities.reasons(spec)
+    if spec.differentiable and (backward := TritonBackend.backward_capabilities) is not None:
+        reasons += backward.reasons(spec)
+    if reasons:
+        refused = {TritonBackend.name: tuple(dict.fromkeys(reasons))}
+        raise BackendRefused(f"{name} is a call that triton does not run.", refused)
+
+
+def _check_device(specs: list[CallSpec]) -> None:
+    """Kernels are compiled for the first GPU, whatever their tiles are chosen for."""
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "warmup() found no CUDA device; it must run on a machine with the GPU that will run "
+            "the calls. Without one kernels compile at a shape's first call."
+        )
+    here = device_capability(torch.device("cuda", 0))
+    for number, spec in enumerate(specs):
+        if spec.capability != here:
+            remedy = "Warm up on the machine that will run the calls."
+            fail(f"specs[{number}].capability", spec.capability, f"this GPU's, {here}", remedy)
