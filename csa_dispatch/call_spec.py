@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,9 +88,49 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Fields of a CallSpec that take one of a few words."""
 
+ABSENT: dict[Kind, dict[str, tuple[object, str]]] = {
+    Kind.WINDOW: {
+        "pool": (0, "Name another kind, or leave it out: there is no pool."),
+        "slots": (0, "Name kind gather, or leave it out: nothing is selected."),
+        "compress_ratio": (0, "Name kind dense-compressed, or leave it out."),
+        "index_dtype": ("none", "Name kind gather, or leave it out: there are no indices."),
+    },
+    Kind.GATHER: {"compress_ratio": (0, "Name kind dense-compressed, or leave it out.")},
+    Kind.DENSE: {
+        "slots": (0, "Name kind gather, or leave it out: every complete entry is selected."),
+        "index_dtype": ("none", "Name kind gather, or leave it out: there are no indices."),
+    },
+}
+"""Fields that calls of a kind lack: their value then, and advice for another."""
+
+
+def check_device_fields(spec: Any) -> None:
+    """Refuse a spec of any operation whose device or modes are of the wrong type.
+
+    Raises:
+        TypeError: it names the field.
+        ValueError: a negative capability.
+    """
+    if not isinstance(spec.device_type, str):
+        remedy = 'Pass "cuda" or "cpu", say.'
+        fail("device_type", repr(spec.device_type), "a string", remedy, TypeError)
+    capability = spec.capability
+    if capability is not None:
+        if isinstance(capability, bool) or not isinstance(capability, int):
+            remedy = "Pass major * 10 + minor, as 90 for an H100."
+            fail("capability", repr(capability), "an int or None", remedy, TypeError)
+        if capability < 10:
+            fail("capability", capability, "major * 10 + minor", "An H100's is 90.")
+    for field in ("deterministic", "tracing"):
+        value = getattr(spec, field)
+        if not isinstance(value, bool):
+            fail(field, repr(value), "a bool", "Pass True or False.", TypeError)
+
 
 def check_spec(spec: CallSpec) -> None:
     """Refuse a hand-made CallSpec that describes no call ``attention()`` would take.
+
+    A field that the spec's kind lacks is 0 or "none", or left at its default.
 
     Raises:
         TypeError: a field of the wrong type.
@@ -111,6 +151,14 @@ def check_spec(spec: CallSpec) -> None:
             fail(field, repr(value), "an int", error=TypeError)
         if value < smallest:
             fail(field, value, f"{smallest} or more")
+    check_device_fields(spec)
+    for field, (value, remedy) in ABSENT[spec.kind].items():
+        found = getattr(spec, field)
+        if found not in (value, spec._field_defaults[field]):
+            kind = Kind(spec.kind).value
+            fail(field, repr(found), f"{value} for kind {kind}", remedy)
+    if spec.kind == Kind.GATHER and spec.index_dtype == "none":
+        fail("index_dtype", "'none'", "int32 or int64 for kind gather", "Leave it out for int32.")
     needs = spec.needs_grad
     if not isinstance(needs, tuple) or [type(item) for item in needs] != [bool] * 4:
         fail("needs_grad", repr(needs), f"a bool for each of {', '.join(GRADIENT_INPUTS)}")

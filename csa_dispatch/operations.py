@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .call_spec import CHOICES, CallSpec, check_spec
+from .call_spec import CHOICES, CallSpec, check_device_fields, check_spec
 from .compressor_call import CompressorSpec
 from .indexer_call import IndexerSpec
 from .validation import fail
@@ -41,6 +41,7 @@ def check_any_spec(spec: AnySpec) -> None:
             fail(field, repr(value), f"of type {type(default).__name__}", error=TypeError)
         elif type(default) is int and value < (least := int(field != "pool")):
             fail(field, value, f"{least} or more")
+    check_device_fields(spec)
     if isinstance(spec, CompressorSpec):
         needs = spec.needs_grad
         if not isinstance(needs, tuple) or [type(item) for item in needs] != [bool] * 3:

@@ -9,11 +9,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..call import Kind
-from ..call_spec import CallSpec
+from ..call_spec import ABSENT, CallSpec
 from ..explain import explain as explain_call
 from ..operations import SPECS, AnySpec
 from ..policy import use_policy
 from ..routing import Decision
+from ..validation import fail
 from .output import console, print_json, usage_errors
 
 
@@ -159,6 +160,10 @@ def _spec(operation: str, given: dict[str, Any]) -> AnySpec:
 
 def _attention_spec(given: dict[str, Any], grad: bool) -> CallSpec:
     kind = given.get("kind", Kind.GATHER)
+    for field, (_, remedy) in ABSENT[kind].items():
+        if given.get(field):
+            option = f"--{field.replace('_', '-')}"
+            fail(option, given[field], f"left out with --kind {kind.value}", remedy)
     gather, window_only = kind is Kind.GATHER, kind is Kind.WINDOW
     ratio = given.pop("compress_ratio", 128)
     given |= {

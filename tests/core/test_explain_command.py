@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from csa_dispatch import CallSpec, CompressorSpec, IndexerSpec, explain
+from csa_dispatch import CallSpec, CompressorSpec, IndexerSpec, Kind, explain, resolve
 from csa_dispatch.cli import app
 from csa_dispatch.operations import SPECS
 
@@ -88,6 +88,12 @@ def test_a_refusal_shows_its_reasons_and_exits_1():
         ("--operation compress_kv --heads 4 --kind window", "no --kind, --heads"),
         ("--operation compress_kv --documents doc_ids", "must be none or cu_seqlens"),
         ("--operation lightning_indexer --weights-dtype half", "weights_dtype is 'half'"),
+        ("--kind window --slots 5", "--slots is 5; it must be left out with --kind window"),
+        ("--kind window --pool 5", "--pool is 5; it must be left out with --kind window"),
+        ("--kind window --slots 512", "--slots is 512; it must be left out"),
+        ("--kind gather --compress-ratio 4", "--compress-ratio is 4; it must be left out"),
+        ("--compress-ratio 4", "--compress-ratio is 4; it must be left out with --kind gather"),
+        ("--kind dense-compressed --slots 5", "--slots is 5; it must be left out"),
         ("--operation indexer", "operation is 'indexer'; known: attention"),
     ],
 )
@@ -109,11 +115,34 @@ def test_a_bad_option_is_named_and_exits_2(arguments: str, message: str):
         (CompressorSpec(bias_dtype="float"), "bias_dtype is 'float'"),
         (CompressorSpec(documents="doc_ids"), "documents is 'doc_ids'"),
         (CompressorSpec(needs_grad=(True,)), "needs_grad is"),  # type: ignore[arg-type]
+        (IndexerSpec(capability="90"), "capability is '90'; it must be an int"),  # type: ignore[arg-type]
+        (CallSpec(capability="90"), "capability is '90'; it must be an int"),  # type: ignore[arg-type]
+        (CallSpec(capability=9), "capability is 9; it must be major"),
+        (CallSpec(device_type=None), "device_type is None; it must be a string"),  # type: ignore[arg-type]
+        (CallSpec(tracing=1), "tracing is 1; it must be a bool"),  # type: ignore[arg-type]
+        (CallSpec(kind=Kind.WINDOW, slots=5), "slots is 5; it must be 0 for kind window"),
+        (CallSpec(kind=Kind.WINDOW, pool=5), "pool is 5; it must be 0 for kind window"),
+        (CallSpec(kind=Kind.WINDOW, index_dtype="int64"), "index_dtype is 'int64'"),
+        (CallSpec(kind=Kind.WINDOW, compress_ratio=4), "compress_ratio is 4; it must be 0"),
+        (CallSpec(compress_ratio=4), "compress_ratio is 4; it must be 0 for kind gather"),
+        (CallSpec(index_dtype="none"), "index_dtype is 'none'; it must be int32 or int64"),
+        (
+            CallSpec(kind=Kind.DENSE, compress_ratio=4, slots=5),
+            "slots is 5; it must be 0 for kind dense-compressed",
+        ),
     ],
 )
 def test_a_spec_that_describes_no_call_is_refused(spec: Any, message: str):
     with pytest.raises((TypeError, ValueError), match=message):
         explain(spec)
+    if isinstance(spec, CallSpec):
+        with pytest.raises((TypeError, ValueError), match=message):
+            resolve(spec)
+
+
+@pytest.mark.parametrize("spec", [CallSpec(kind=Kind.WINDOW), CallSpec(slots=0, pool=0)], ids=str)
+def test_fields_that_a_kind_lacks_may_stay_as_they_are_or_be_0(spec: CallSpec):
+    assert explain(spec).spec == spec
 
 
 def test_the_list_of_backends_names_what_they_run_beside_attention():
