@@ -104,12 +104,18 @@ def _allowed(where: str, operation: str, field: str, value: object) -> Allowed:
     if isinstance(value, Mapping):
         unknown = set(value) - {"min", "max", "multiple_of"}
         if unknown:
-            raise ValueError(f"{where}: when.{field} has unknown keys {sorted(unknown)}.")
+            known = "min, max, multiple_of"
+            raise ValueError(
+                f"{where}: when.{field} has unknown keys {sorted(unknown)}; known: {known}."
+            )
         for key, bound in value.items():
             if isinstance(bound, bool) or not isinstance(bound, int):
                 raise ValueError(f"{where}: when.{field}.{key} is {bound!r}; it must be an int.")
+        _check_span(f"{where}: when.{field}", value)
         return Between(value.get("min", 0), value.get("max"), value.get("multiple_of", 1))
     values = value if isinstance(value, list) else [value]
+    if not values:
+        raise ValueError(f"{where}: when.{field} is []; it must hold a value, or be left out.")
     if field == "kind":
         try:
             return OneOf(tuple(Kind(item) for item in values))
@@ -117,6 +123,21 @@ def _allowed(where: str, operation: str, field: str, value: object) -> Allowed:
             raise ValueError(f"{where}: when.kind: {error}.") from None
     _check_words(where, spec, field, values)
     return OneOf(tuple(values))
+
+
+def _check_span(key: str, span: Mapping[str, Any]) -> None:
+    """Refuse bounds that no number meets: such a rule would silently match nothing."""
+    low, high, step = span.get("min", 0), span.get("max"), span.get("multiple_of", 1)
+    if step < 1:
+        raise ValueError(f"{key}.multiple_of is {step}; it must be 1 or more, or be left out.")
+    if high is not None and high < low:
+        raise ValueError(
+            f"{key}.max is {high}; it must be at least min, {low}. Swap or mend the two."
+        )
+    if high is not None and high // step * step < low:
+        raise ValueError(
+            f"{key} is {low} to {high}; it must hold a multiple of {step}. Widen the bounds."
+        )
 
 
 def _check_words(where: str, spec: Any, field: str, values: list[object]) -> None:
@@ -151,15 +172,22 @@ def parse_policy(data: Mapping[str, object], where: str) -> Policy:
     if unknown or not isinstance(rules, list) or not rules:
         raise ValueError(f"{where}: a policy has name and [[rule]] tables; got {sorted(data)}.")
     parsed: list[Rule] = []
-    for position, rule in enumerate(rules):
+    # From 1, as explain() names the rule that decided.
+    for position, rule in enumerate(rules, 1):
         place = f"{where}: rule {position}"
         if not isinstance(rule, Mapping):
             raise ValueError(f"{place} is {rule!r}; it must be a table.")
         unknown = set(rule) - {"operation", "when", "prefer", "why"}
-        prefer = rule.get("prefer")
-        if unknown or not isinstance(prefer, list) or not prefer:
+        if unknown:
             known = "prefer, when, why and operation"
-            raise ValueError(f"{place} has {known}; got {sorted(rule)}.")
+            raise ValueError(f"{place} has unknown keys {sorted(unknown)}; known: {known}.")
+        prefer = rule.get("prefer")
+        if not isinstance(prefer, list) or not prefer:
+            found = repr(prefer) if "prefer" in rule else "missing"
+            raise ValueError(
+                f"{place}: prefer is {found}; it must be a non-empty list of backend names, "
+                'as in prefer = ["triton", "eager"].'
+            )
         when = rule.get("when", {})
         if not isinstance(when, Mapping):
             raise ValueError(f"{place}: when is {when!r}; it must be a table.")

@@ -30,6 +30,8 @@ from csa_dispatch import (
 from csa_dispatch.policy import default_policy, parse_policy
 from tests.core.probes import WindowBackend, inputs
 
+HEADS = "[[rule]]\nprefer = ['eager']\nwhen = { heads = "
+
 
 def policy(*prefer: str, **when: Any) -> Any:
     rules = [{"prefer": list(prefer), "when": when}, {"prefer": ["eager"]}]
@@ -53,12 +55,19 @@ def test_first_matching_rule_decides() -> None:
     ("text", "message"),
     [
         ("name = 3\nrule = 4", "tables"),
-        ("[[rule]]\nprefer = []", "rule 0"),
+        ("[[rule]]\nprefer = []", "rule 1: prefer is \\[\\]; it must be a non-empty list of"),
+        ("[[rule]]\nprefer = 'eager'", "rule 1: prefer is 'eager'; .* list of backend names"),
+        ("[[rule]]\nprefer = ['eager']\n[[rule]]\nwhy = 'so'", "rule 2: prefer is missing"),
+        (HEADS + "{ min = 9, max = 3 } }", "when.heads.max is 3; it must be at least min, 9"),
+        (HEADS + "{ max = -1 } }", "when.heads.max is -1; it must be at least min, 0"),
+        (HEADS + "{ multiple_of = 0 } }", "when.heads.multiple_of is 0; it must be 1 or more"),
+        (HEADS + "{ min = 5, max = 7, multiple_of = 4 } }", "must hold a multiple of 4"),
+        (HEADS + "[] }", "when.heads is \\[\\]; it must hold a value"),
         ("[[rule]]\nprefer = ['a+b+c']", "a\\+b\\+c"),
         ("[[rule]]\nprefer = ['eager']\nwhen = { headdim = 3 }", "when.headdim"),
         ("[[rule]]\nprefer = ['eager']\nwhen = { tokens = { low = 3 } }", "unknown keys"),
         ("[[rule]]\nprefer = ['eager']\nwhen = { kind = 'windows' }", "when.kind"),
-        ("[[rule]]\nprefer = ['eager']\nelse = 1", "else"),
+        ("[[rule]]\nprefer = ['eager']\nelse = 1", "rule 1 has unknown keys \\['else'\\]; known"),
         ("[[rule", "not valid TOML"),
     ],
 )
@@ -122,6 +131,18 @@ def test_forward_and_backward_entries_are_one_unit(registered: Any) -> None:
         assert (decision.forward, decision.backward) == ("forward_only", "other")
         assert "no backward" in str(decision.refused()["forward_only"][0])
         assert explain(spec._replace(needs_grad=(False,) * 4)).backward is None
+
+
+def test_errors_and_decisions_count_rules_alike() -> None:
+    rules: list[dict[str, Any]] = [
+        {"when": {"head_dim": 96}, "prefer": ["eager"]},
+        {"prefer": ["eager"]},
+    ]
+    with use_policy(parse_policy({"rule": rules}, "x")):
+        assert explain(CallSpec()).why == "policy rule 2"
+    rules[1]["prefer"] = []
+    with pytest.raises(ValueError, match="x: rule 2: prefer"):
+        parse_policy({"rule": rules}, "x")
 
 
 def test_predicates_and_all_reasons_are_collected() -> None:
@@ -231,7 +252,7 @@ def test_specs_of_calls_that_cannot_be_are_refused(fields: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ("a", "rule 0 is 'a'; it must be a table"),
+        ("a", "rule 1 is 'a'; it must be a table"),
         ({"prefer": ["eager"], "when": "a"}, "when is 'a'; it must be a table"),
         ({"prefer": ["eager"], "when": {"heads": {"min": "4"}}}, "when.heads.min is '4'"),
         ({"prefer": ["eager"], "when": {"heads": "64"}}, "when.heads is '64'; it must be of type"),
