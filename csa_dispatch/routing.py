@@ -176,13 +176,23 @@ def route(spec: Spec, forced: Forced, policy: Policy) -> Decision:
     """
     decision = decide(spec, forced, policy)
     if decision.forward is None:
-        names = ", ".join(str(item.entry) for item in decision.considered)
-        what = f"backend {names} was {decision.why.partition('(')[2].rstrip(')')} but cannot"
-        if forced.forward is None and forced.backward is None:
-            what = "no backend of the policy can"
-        raise BackendRefused(f"{what} run this call.", decision.refused())
+        raise BackendRefused(_refusal(forced), decision.refused())
     _notice_fallback(decision)
     return decision
+
+
+def _refusal(forced: Forced) -> str:
+    """The sentence before the Reasons when nothing can run a call."""
+    forward, backward, source = forced.forward, forced.backward, forced.source
+    if forward is None and backward is None:
+        return "no backend of the policy can run this call."
+    if forward is None:
+        what = f"backward_backend {backward} was forced by {source}"
+        return f"{what}; no forward of the policy can run this call with it."
+    if backward is None or backward == forward:
+        return f"backend {forward} was forced by {source} but cannot run this call."
+    what = f"backend {forward} and backward_backend {backward} were forced by {source}"
+    return f"{what} but cannot run this call together."
 
 
 _noticed: set[tuple[object, ...]] = set()

@@ -112,6 +112,34 @@ def test_block_is_left_when_it_raises() -> None:
     assert explain(inputs().query, inputs().local_kv).forward == "eager"
 
 
+@pytest.mark.parametrize(
+    ("forced", "sentence"),
+    [
+        ({"backend": "narrow"}, "backend narrow was forced by argument but cannot run this call."),
+        (
+            {"backward_backend": "narrow"},
+            "backward_backend narrow was forced by argument; no forward of the policy can run "
+            "this call with it.",
+        ),
+        (
+            {"backend": "eager", "backward_backend": "narrow"},
+            "backend eager and backward_backend narrow were forced by argument but cannot run "
+            "this call together.",
+        ),
+    ],
+    ids=str,
+)
+def test_a_refusal_says_what_was_forced(registered: Any, forced: Any, sentence: str) -> None:
+    registered(WindowBackend("narrow", Capabilities(head_dim=OneOf((512,)))))
+    made = inputs(grad=True)
+    with pytest.raises(BackendRefused) as caught:
+        attention(made.query, made.local_kv, sliding_window_size=3, **forced)
+    first, *reasons = str(caught.value).splitlines()
+    assert first == sentence
+    assert all("narrow" in line for line in reasons)
+    assert any("head_dim is 16; needs 512" in line for line in reasons)
+
+
 def test_forced_backend_raises_with_every_reason(registered: Any) -> None:
     limits = Capabilities(head_dim=OneOf((512,)), heads=Between(64, 128))
     registered(WindowBackend("narrow", limits))
