@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from .reasons import Reason
 from .spec import Spec
+from .validation import fail
 
 
 @runtime_checkable
@@ -56,11 +57,38 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Between:
-    """Whole numbers from ``low`` to ``high``, both included, that ``multiple_of`` divides."""
+    """Whole numbers from ``low`` to ``high``, both included, that ``multiple_of`` divides.
+
+    Raises:
+        TypeError: a bound that is no int.
+        ValueError: bounds that no number meets.
+    """
 
     low: int = 0
     high: int | None = None
     multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("low", self.low),
+            ("high", self.high),
+            ("multiple_of", self.multiple_of),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int):
+                if name == "high" and value is None:
+                    continue
+                wanted = "an int or None" if name == "high" else "an int"
+                fail(f"Between's {name}", repr(value), wanted, "Pass whole numbers.", TypeError)
+        if self.multiple_of < 1:
+            fail("Between's multiple_of", self.multiple_of, "1 or more", "Leave it out for any.")
+        if self.high is None:
+            return
+        if self.high < self.low:
+            fail("Between's high", self.high, f"at least low, {self.low}", "Swap or mend the two.")
+        if self.high // self.multiple_of * self.multiple_of < self.low:
+            span = f"{self.low} to {self.high}"
+            required = f"of bounds that hold a multiple of {self.multiple_of}"
+            fail("Between", span, required, "Widen the bounds.")
 
     def __contains__(self, value: object) -> bool:
         return (

@@ -7,13 +7,16 @@ import, or that is not a backend, becomes a row with its reason, never an import
 from __future__ import annotations
 
 import difflib
+import re
 import threading
 from importlib import metadata
 from typing import NamedTuple
 
 from .backend import ENTRY_POINT_GROUP, Availability, Backend
+from .capabilities import Capabilities
 from .generation import advance
 from .reasons import Reason
+from .validation import fail
 
 
 class Row(NamedTuple):
@@ -49,6 +52,26 @@ def _describe(error: BaseException) -> str:
     return f"broken ({type(error).__name__}: {' '.join(str(error).split())})"
 
 
+def _fault(backend: Backend) -> tuple[str, str, str, type[Exception]] | None:
+    """The first attribute nobody could use: its name, what it is, what it must be, the error."""
+    name = getattr(backend, "name", None)
+    if not isinstance(name, str):
+        return "name", repr(name), "a string", TypeError
+    # Policies and forcing write "forward+backward".
+    if not re.fullmatch(r"[\w.-]+", name):
+        return "name", repr(name), "of letters, digits, '_', '-' and '.' alone", ValueError
+    for side, wanted in (
+        ("forward_capabilities", "a Capabilities"),
+        ("backward_capabilities", "a Capabilities, or None without a backward"),
+    ):
+        claims = getattr(backend, side, None)
+        absent = claims is None and side == "backward_capabilities"
+        if not isinstance(claims, Capabilities) and not absent:
+            found = "None" if claims is None else f"a {type(claims).__name__}"
+            return side, found, wanted, TypeError
+    return None
+
+
 def _check(name: str, value: object, origin: str) -> Row:
     """A row for a loaded plug-in object, probed."""
     if not isinstance(value, Backend):
@@ -59,6 +82,9 @@ def _check(name: str, value: object, origin: str) -> Row:
             return _broken(name, origin, f"without {attribute}", "Set it on the class.")
     if value.name != name:
         return _broken(name, origin, f"called {value.name!r}", "Give both the same name.")
+    if fault := _fault(value):
+        attribute, found, wanted, _ = fault
+        return _broken(name, origin, f"with {attribute} {found}", f"It must be {wanted}.")
     try:
         availability = value.probe()
     except Exception as error:
@@ -104,12 +130,17 @@ def register_backend(backend: Backend, *, replace: bool = False) -> None:
     """Add a backend at run time, as an entry point would.
 
     Raises:
-        TypeError: ``backend`` is not a ``Backend`` instance.
-        ValueError: its name is taken and ``replace`` is False.
+        TypeError: ``backend`` is not a ``Backend`` instance, or its name or capabilities are of
+            another type than ``Backend`` says.
+        ValueError: its name is taken and ``replace`` is False, or holds other characters than
+            letters, digits, "_", "-" and ".".
     """
     global _rows
     if not isinstance(backend, Backend):
         raise TypeError(f"backend is a {type(backend).__name__}; it must be a Backend instance.")
+    if fault := _fault(backend):
+        attribute, found, wanted, error = fault
+        fail(f"backend.{attribute}", found, wanted, "Set it on the backend's class.", error)
     with _lock:
         rows = dict(backends())
         if backend.name in rows and not replace:

@@ -35,6 +35,11 @@ FAULTS = {
         ),
         "ZeroDivisionError",
     ),
+    "none_claims": (
+        GOOD.format(name="none_claims").replace("Capabilities()", "None"),
+        "with forward_capabilities None",
+    ),
+    "odd+name": (GOOD.format(name="odd+name"), "with name 'odd+name'"),
     "no_claims": (
         "from csa_dispatch import Backend\n"
         "class M(Backend):\n    name = 'no_claims'\nbackend = M()",
@@ -61,7 +66,7 @@ def install(root: Path, name: str, source: str, entry: str) -> None:
 
 def test_broken_plugins_become_rows_and_good_ones_load(tmp_path: Path) -> None:
     for name, (source, _) in FAULTS.items():
-        install(tmp_path, name, source, name)
+        install(tmp_path, name.replace("+", "_"), source, name)
     install(tmp_path, "good", GOOD.format(name="good"), "good")
     install(tmp_path, "thief", GOOD.format(name="eager"), "eager")
     run = subprocess.run(
@@ -91,6 +96,38 @@ def test_registering_checks_type_and_name(registered: Any) -> None:
     csa_dispatch.unregister_backend("mine")
     with pytest.raises(ValueError, match="'mine', which is not a known backend"):
         csa_dispatch.unregister_backend("mine")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a+b", "a b+c", "a/b"])
+def test_names_that_no_policy_could_write_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"backend\.name is '.*'; it must be of letters, .* Set"):
+        csa_dispatch.register_backend(WindowBackend(name))
+    assert name not in csa_dispatch.backends()
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "text"),
+    [
+        ("name", None, "backend.name is None; it must be a string"),
+        ("forward_capabilities", None, "forward_capabilities is None; it must be a Capabilities"),
+        ("forward_capabilities", {}, "forward_capabilities is a dict; it must be a Capabilities"),
+        ("backward_capabilities", True, "backward_capabilities is a bool; it must be a Cap"),
+    ],
+)
+def test_attributes_of_another_type_are_refused(attribute: str, value: Any, text: str) -> None:
+    backend = WindowBackend("mine")
+    setattr(backend, attribute, value)
+    with pytest.raises(TypeError, match=text):
+        csa_dispatch.register_backend(backend)
+    assert "mine" not in csa_dispatch.backends()
+
+
+def test_a_backend_without_capabilities_is_refused() -> None:
+    class Bare(Backend):
+        name = "bare"
+
+    with pytest.raises(TypeError, match="forward_capabilities is None; it must be a Capabilities"):
+        csa_dispatch.register_backend(Bare())
 
 
 def test_unavailable_backend_is_refused_with_its_reason(registered: Any) -> None:

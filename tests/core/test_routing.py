@@ -159,6 +159,26 @@ def test_predicates_and_all_reasons_are_collected() -> None:
 
 
 @pytest.mark.parametrize(
+    ("bounds", "error", "text"),
+    [
+        ((64, 16), ValueError, "high is 16; it must be at least low, 64. Swap"),
+        ((0, 8, 0), ValueError, "multiple_of is 0; it must be 1 or more"),
+        ((0, 8, -4), ValueError, "multiple_of is -4; it must be 1 or more"),
+        ((5, 7, 4), ValueError, "Between is 5 to 7; it must be of bounds that hold a multiple"),
+        ((1.5,), TypeError, r"low is 1\.5; it must be an int"),
+        ((None,), TypeError, "low is None; it must be an int"),
+        ((0, "8"), TypeError, "high is '8'; it must be an int or None"),
+        ((0, 8, True), TypeError, "multiple_of is True; it must be an int"),
+    ],
+)
+def test_bounds_that_no_number_meets_are_refused(
+    bounds: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        Between(*bounds)
+
+
+@pytest.mark.parametrize(
     "allowed",
     [
         Between(3, 20, 4),
