@@ -61,6 +61,20 @@ def test_padding_and_packing_are_refused(make_model, tokens, name):
         model(ids, position_ids=torch.arange(9)[None] % 4, use_cache=False)
 
 
+def test_masks_of_another_shape_are_refused_and_a_cached_tokens_one_taken(
+    make_model, tokens, name
+):
+    model, ids = make_model(WINDOWS), tokens(2, 9)
+    full = model(ids).logits
+    model.set_attn_implementation(name)
+    for shape in ((2, 8), (2, 10), (1, 9)):
+        with pytest.raises(ValueError, match=r"attention_mask is .* be of shape \[2, 9\]"):
+            model(ids, attention_mask=torch.ones(shape))
+    cache = model(ids[:, :6], attention_mask=torch.ones(2, 6)).cache
+    found = model(ids[:, 6:], attention_mask=torch.ones(2, 9), cache=cache).logits
+    torch.testing.assert_close(found, full[:, 6:], rtol=2e-4, atol=2e-4)
+
+
 @pytest.mark.parametrize("taken", ["sdpa", "eager", "flash_attention_2"])
 def test_names_of_other_implementations_are_refused(taken):
     masks, functions = transformers.AttentionMaskInterface(), transformers.AttentionInterface()

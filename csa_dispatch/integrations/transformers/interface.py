@@ -56,11 +56,19 @@ def no_mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
     """The mask of a model's layers: none. The window is causal by itself.
 
     Raises:
-        ValueError: the batch is padded, or its mask is more than the causal window.
+        ValueError: the batch is padded, or its mask is more than the causal window or of another
+            shape than the batch's cached and new tokens.
     """
     if not kwargs.get("allow_is_causal_skip", True):
         _fail("mask", "more than a causal window (packed position_ids, say)", "just that")
-    if attention_mask is not None and not bool(attention_mask.all()):
+    if attention_mask is None:
+        return
+    if "q_length" in kwargs:
+        wanted = [kwargs["batch_size"], int(kwargs.get("q_offset", 0)) + kwargs["q_length"]]
+        if list(attention_mask.shape) != wanted:
+            actual, required = f"of shape {list(attention_mask.shape)}", f"of shape {wanted}"
+            _fail("attention_mask", actual, required, "Pass the tokenizer's, or leave it out.")
+    if not bool(attention_mask.all()):
         _fail("attention_mask", "padded", "all ones", "Batch prompts of one length.")
 
 
