@@ -7,7 +7,6 @@ import, or that is not a backend, becomes a row with its reason, never an import
 from __future__ import annotations
 
 import difflib
-import re
 import threading
 from importlib import metadata
 from typing import NamedTuple
@@ -57,9 +56,9 @@ def _fault(backend: Backend) -> tuple[str, str, str, type[Exception]] | None:
     name = getattr(backend, "name", None)
     if not isinstance(name, str):
         return "name", repr(name), "a string", TypeError
-    # Policies and forcing write "forward+backward".
-    if not re.fullmatch(r"[\w.-]+", name):
-        return "name", repr(name), "of letters, digits, '_', '-' and '.' alone", ValueError
+    # Policies write "forward+backward".
+    if not name or "+" in name or name != name.strip():
+        return "name", repr(name), "of a character or more, no '+' or outer space", ValueError
     for side, wanted in (
         ("forward_capabilities", "a Capabilities"),
         ("backward_capabilities", "a Capabilities, or None without a backward"),
@@ -132,8 +131,8 @@ def register_backend(backend: Backend, *, replace: bool = False) -> None:
     Raises:
         TypeError: ``backend`` is not a ``Backend`` instance, or its name or capabilities are of
             another type than ``Backend`` says.
-        ValueError: its name is taken and ``replace`` is False, or holds other characters than
-            letters, digits, "_", "-" and ".".
+        ValueError: its name is taken and ``replace`` is False, or it is empty, holds a "+",
+            or begins or ends with white space.
     """
     global _rows
     if not isinstance(backend, Backend):

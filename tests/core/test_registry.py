@@ -98,9 +98,9 @@ def test_registering_checks_type_and_name(registered: Any) -> None:
         csa_dispatch.unregister_backend("mine")
 
 
-@pytest.mark.parametrize("name", ["", "a b", "a+b", "a b+c", "a/b"])
+@pytest.mark.parametrize("name", ["", " ", "a ", "a+b", "a b+c"])
 def test_names_that_no_policy_could_write_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"backend\.name is '.*'; it must be of letters, .* Set"):
+    with pytest.raises(ValueError, match=r"backend\.name is '.*'; it must be of .*\+.* Set"):
         csa_dispatch.register_backend(WindowBackend(name))
     assert name not in csa_dispatch.backends()
 
