@@ -139,8 +139,8 @@ def main(names: list[str]) -> None:
                 "wide_copies": len(re.findall(r"cp\.async\.cg\.shared\.global.*, 0x10,", ptx)),
                 "wide_loads": len(re.findall(r"\bld\.global[\w.]*v4\.b32", ptx)),
                 "wide_stores": len(re.findall(r"\bst\.global[\w.]*v4\.b32", ptx)),
-                "vector_atomics": len(re.findall(r"\bred\.[\w.]*v4\.f32", ptx)),
-                "atomics": len(re.findall(r"\b(?:atom|red)\.(?!async)[\w.]*f32", ptx)),
+                "vector_atomics": len(re.findall(r"\bred\.[\w.:]*v4\.f32", ptx)),
+                "atomics": len(re.findall(r"\b(?:atom|red)\.(?!async)[\w.:]*f32", ptx)),
                 "carries": item_loop_carries(compiled.asm["ttgir"]),
             }
             print(json.dumps(found), flush=True)
