@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 from collections.abc import Callable
@@ -20,6 +21,7 @@ def _free_port() -> int:
 
 
 def _worker(rank: int, world: int, port: int, run: Callable[..., None], extra: Any) -> None:
+    faulthandler.enable()  # a crash says where it was
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     limit = timedelta(minutes=2)  # of one message
