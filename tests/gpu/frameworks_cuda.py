@@ -5,8 +5,8 @@
 Groups: compile (torch.compile, forward and backward, static, dynamic and twenty packed layouts),
 graphs (CUDA graphs, plain and mode="reduce-overhead", offsets changed between replays), waits
 (nothing waits for the device), repeats (bitwise repeatability, and what a document's neighbours
-change), autocast. Prints a line a check and exits 1 if any failed. Calls gather by index, those of
-flex see all compressed entries.
+change), autocast. Prints a line a check and exits 1 if any failed. framework_calls.py says what
+each backend is given.
 """
 
 from __future__ import annotations
@@ -21,75 +21,26 @@ from functools import partial
 from typing import Any
 
 import torch
+from framework_calls import SUBJECTS, V4, Subject, offsets_of
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-from csa_dispatch import attention, record_receipts
+from csa_dispatch import BackendRefused, attention, record_receipts
 
-DEVICE = "cuda"
 Step = Callable[..., list[Tensor]]
 
 
-def tensors(
-    *,
-    heads: int = 16,
-    tokens: int = 33,
-    pool: int = 40,
-    slots: int = 20,
-    head_dim: int = 64,
-    batch: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-    seed: int = 27,
-) -> list[Tensor]:
-    """Query, local_kv, sparse_kv, sink (leaves) and kv_indices."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    made = [
-        torch.randn(shape, generator=generator, device=DEVICE).to(dtype).requires_grad_()
-        for shape in (
-            (batch, heads, tokens, head_dim),
-            (batch, 1, tokens, head_dim),
-            (batch, 1, pool, head_dim),
-        )
-    ]
-    sink = torch.randn(heads, generator=generator, device=DEVICE).requires_grad_()
-    indices = torch.randint(-2, pool, (batch, tokens, slots), generator=generator, device=DEVICE)
-    return [*made, sink, indices.to(torch.int32)]
-
-
-V4 = {"heads": 64, "head_dim": 512, "tokens": 96, "pool": 64, "slots": 64}
-"""V4's heads, so that kernels made for them run; few tokens."""
-
-
-def offsets_of(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def upstream(output: Tensor) -> Tensor:
-    """A gradient for ``output`` that is the same in every row."""
-    weights = torch.linspace(-1, 1, output.shape[-1], device=DEVICE).to(output.dtype)
-    return weights.expand(output.shape).contiguous()
-
-
-def seen_entries(backend: str, indices: Tensor | None) -> dict[str, Any]:
-    """How a call says what it sees of the pool: no static mask says what indices select."""
-    if backend == "flex" or indices is None:
-        return {"compress_ratio": 2}
-    return {"kv_indices": indices}
-
-
-def step_of(backend: str, **scalars: Any) -> Step:
+def step_of(subject: Subject, **scalars: Any) -> Step:
     """Forward and backward in one function: output and the gradients of its four leaves."""
 
     def step(query: Tensor, local_kv: Tensor, pool: Tensor, sink: Tensor, indices: Tensor | None,
              *offsets: Tensor) -> list[Tensor]:  # fmt: skip
-        packed = dict(zip(("cu_seqlens", "cu_seqlens_k"), offsets, strict=False))
         output = attention(
-            query, local_kv, pool, attention_sink=sink, backend=backend,
-            **seen_entries(backend, indices), **packed, **scalars,
+            query, local_kv, attention_sink=sink, **subject.forced(),
+            **subject.seen(pool, indices), **subject.packed(offsets), **scalars,
         )  # fmt: skip
-        leaves = [query, local_kv, pool, sink]
-        return [output, *torch.autograd.grad(output, leaves, upstream(output))]
+        return [output, *subject.gradients(output, [query, local_kv, pool, sink])]
 
     return step
 
@@ -122,36 +73,41 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def call_forward(backend: str) -> Callable[..., Tensor]:
+def call_forward(subject: Subject) -> Callable[..., Tensor]:
     """What is compiled: the call alone, so that autograd's own compiled backward runs."""
 
     def forward(query: Tensor, local_kv: Tensor, pool: Tensor, sink: Tensor, indices: Tensor,
                 *offsets: Tensor) -> Tensor:  # fmt: skip
-        packed = dict(zip(("cu_seqlens", "cu_seqlens_k"), offsets, strict=False))
         output = attention(
-            query * 1, local_kv, pool, attention_sink=sink, backend=backend,
-            sliding_window_size=5, **seen_entries(backend, indices), **packed,
+            query * 1, local_kv, attention_sink=sink, sliding_window_size=5,
+            **subject.forced(), **subject.seen(pool, indices), **subject.packed(offsets),
         )  # fmt: skip
         return output * 2
 
     return forward
 
 
-def run_compiled(function: Callable[..., Tensor], made: list[Tensor], *offsets: Tensor) -> list:
+def run_compiled(
+    subject: Subject, function: Callable[..., Tensor], made: list[Tensor], *offsets: Tensor
+) -> list[Tensor]:
     output = function(*made, *offsets)
-    gradients = torch.autograd.grad(output, made[:4], upstream(output))
+    gradients = subject.gradients(output, made[:4])
     return [output.detach().clone(), *(gradient.clone() for gradient in gradients)]
 
 
-def compile_lengths(backend: str, dynamic: bool | None) -> str:
+def run_plain(subject: Subject, made: list[Tensor], *offsets: Tensor) -> list[Tensor]:
+    return run_compiled(subject, call_forward(subject), made, *offsets)
+
+
+def compile_lengths(subject: Subject, dynamic: bool | None) -> str:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(
-        call_forward(backend), fullgraph=True, dynamic=dynamic, backend=counter
+        call_forward(subject), fullgraph=True, dynamic=dynamic, backend=counter
     )
     for tokens in (33, 47, 64):
-        made = tensors(tokens=tokens)
-        near(run_compiled(compiled, made), run_compiled(call_forward(backend), made))
+        made = subject.tensors(tokens=tokens)
+        near(run_compiled(subject, compiled, made), run_plain(subject, made))
     assert counter.frame_count <= (1 if dynamic else 2), counter.frame_count
     return f"{counter.frame_count} graphs for three lengths"
 
@@ -169,16 +125,16 @@ def kernel_caches() -> int:
     return held
 
 
-def compile_layouts(backend: str) -> str:
+def compile_layouts(subject: Subject) -> str:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")
-    compiled = torch.compile(call_forward(backend), fullgraph=True, backend=counter)
-    made = tensors(tokens=32, pool=12)
+    compiled = torch.compile(call_forward(subject), fullgraph=True, backend=counter)
+    made = subject.tensors(tokens=32, pool=12)
     first = 0
     for cut in range(1, 21):
         offsets = offsets_of(0, cut, 32), offsets_of(0, cut // 2, 12)
-        plain = run_compiled(call_forward(backend), made, *offsets)
-        near(run_compiled(compiled, made, *offsets), plain)
+        plain = run_plain(subject, made, *offsets)
+        near(run_compiled(subject, compiled, made, *offsets), plain)
         first = first or kernel_caches()
     assert counter.frame_count == 1, counter.frame_count
     assert kernel_caches() == first, (
@@ -200,12 +156,12 @@ def covered(results: list[Tensor], offsets: Tensor) -> list[Tensor]:
     return [results[0][:, :, : int(offsets[-1])], *results[1:]]
 
 
-def graph_plain(backend: str) -> str:
+def graph_plain(subject: Subject) -> str:
     """Capture with one layout, replay with others, for each head dim the kernels differ in."""
     for head_dim in (64, 512):
-        made = tensors(**G29, head_dim=head_dim)
+        made = subject.tensors(**G29, head_dim=head_dim)
         static = [offsets_of(*values) for values in LAYOUTS[0]]
-        step = step_of(backend, sliding_window_size=3)
+        step = step_of(subject, sliding_window_size=3)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -226,72 +182,94 @@ def graph_plain(backend: str) -> str:
     return f"{len(LAYOUTS)} layouts of one capture, head dims 64 and 512"
 
 
-def graph_compiled(backend: str) -> str:
+def graph_compiled(subject: Subject) -> str:
     torch._dynamo.reset()
     counters.clear()
-    compiled = torch.compile(call_forward(backend), fullgraph=True, mode="reduce-overhead")
-    made = tensors(**G29, head_dim=512)
+    compiled = torch.compile(call_forward(subject), fullgraph=True, mode="reduce-overhead")
+    made = subject.tensors(**G29, head_dim=512)
     for _ in range(2):
         for layout in LAYOUTS:
             offsets = [offsets_of(*values) for values in layout]
             torch.compiler.cudagraph_mark_step_begin()
-            found = run_compiled(compiled, made, *offsets)
-            wanted = run_compiled(call_forward(backend), made, *offsets)
+            found = run_compiled(subject, compiled, made, *offsets)
+            wanted = run_plain(subject, made, *offsets)
             near(covered(found, offsets[0]), covered(wanted, offsets[0]))
     for _ in range(3):  # no documents, and plain calls in between
         torch.compiler.cudagraph_mark_step_begin()
-        near(run_compiled(compiled, made), run_compiled(call_forward(backend), made))
+        near(run_compiled(subject, compiled, made), run_plain(subject, made))
     skipped = counters["inductor"]["cudagraph_skips"]
     assert not skipped, f"cudagraphs skipped {skipped} times"
     return "cudagraphs not skipped"
 
 
-def waits(backend: str) -> str:
+def waits(subject: Subject) -> str:
     """No kind, packed or not, plain or compiled, waits for the device."""
-    step = step_of(backend, sliding_window_size=5)
+    step = step_of(subject, sliding_window_size=5)
     ran = 0
     for sizes in ({}, V4):
-        made = tensors(**sizes)
+        made = subject.tensors(**sizes)
         tokens, pool = made[0].shape[2], made[2].shape[2]
         packed = [offsets_of(0, 3, tokens), offsets_of(0, 1, pool)]
-        for indices in [None] if backend == "flex" else [made[4], None]:
+        dense = subject.sees == "indices" and subject.most_slots >= pool
+        for indices in [made[4], None] if dense else [made[4]]:
             for offsets in ([], packed):
                 step(*made[:4], indices, *offsets)
                 with no_waiting():
                     step(*made[:4], indices, *offsets)
                 ran += 1
     torch._dynamo.reset()
-    made = tensors()
-    compiled = torch.compile(call_forward(backend), fullgraph=True, backend="aot_eager")
-    run_compiled(compiled, made)
+    made = subject.tensors()
+    compiled = torch.compile(call_forward(subject), fullgraph=True, backend="aot_eager")
+    run_compiled(subject, compiled, made)
     with no_waiting():
-        run_compiled(compiled, made)
+        run_compiled(subject, compiled, made)
     return f"{ran} calls and a compiled one"
 
 
-def repeats(backend: str) -> str:
-    """G27, and the same at V4's heads: ten deterministic runs are equal in every bit."""
-    step = step_of(backend, sliding_window_size=5)
+def repeats(subject: Subject) -> str:
+    """G27, and the same at V4's heads: ten deterministic runs are equal, or refused."""
+    step = step_of(subject, sliding_window_size=5)
+    if not subject.repeatable:
+        return refused(subject, step)
     with deterministic():
         for sizes in ({"batch": 3}, {**V4, "batch": 2}):
-            made = tensors(**sizes)
+            made = subject.tensors(**sizes)
             first = step(*made)
             for _ in range(9):
                 assert bits_equal(step(*made), first), sizes
-    made = tensors(batch=3)
-    output = call_forward(backend)(*made)
+    made = subject.tensors(batch=3)
+    output = call_forward(subject)(*made)
     with deterministic():  # switched on between forward and backward
-        runs = [torch.autograd.grad(output.sum(), made[:4], retain_graph=True) for _ in range(3)]
-    assert all(bits_equal(list(run), list(runs[0])) for run in runs)
+        runs = [subject.gradients(output, made[:4], retain_graph=True) for _ in range(3)]
+    assert all(bits_equal(run, runs[0]) for run in runs)
     return "10 runs, and switched on before the backward"
 
 
-def neighbours(backend: str) -> str:
+def refusal_of(run: Callable[[], object]) -> str:
+    """The message of a refusal, empty if it ran."""
+    try:
+        run()
+    except BackendRefused as error:
+        return str(error)
+    return ""
+
+
+def refused(subject: Subject, step: Step) -> str:
+    """A backend that cannot repeat itself says so, also once its forward has run."""
+    made = subject.tensors()
+    output = call_forward(subject)(*made)
+    with deterministic():
+        for run in (partial(step, *made), partial(subject.gradients, output, made[:4])):
+            assert "deterministic" in refusal_of(run)
+    return "refused with a reason, and when switched on before the backward"
+
+
+def neighbours(subject: Subject) -> str:
     """Whether a document's bits depend on its batch slot, or on what it is packed with."""
     found = []
     for name, sizes in (("D64", {"heads": 64}), ("V4", V4)):
-        made = tensors(**sizes, batch=3, dtype=torch.bfloat16)
-        step = step_of(backend, sliding_window_size=5)
+        made = subject.tensors(**sizes, batch=3, dtype=torch.bfloat16)
+        step = step_of(subject, sliding_window_size=5)
         whole = step(*made)
         slot = [step(*(x[row : row + 1] for x in made[:3]), made[3], made[4][row : row + 1])
                 for row in range(3)]  # fmt: skip
@@ -332,24 +310,25 @@ def packed_results(step: Step, made: list[Tensor]) -> tuple[list[Tensor], list[T
     return packed, [torch.cat(items, dim=2) for items in zip(*alone, strict=True)]
 
 
-def autocast(backend: str) -> str:
-    made = tensors(dtype=torch.float32)
+def autocast(subject: Subject) -> str:
+    made = subject.tensors(dtype=torch.float32)
     for compiled in (False, True):
         torch._dynamo.reset()
-        call: Any = partial(attention, sliding_window_size=5, return_lse=True, backend=backend)
+        call: Any = partial(attention, sliding_window_size=5, return_lse=True, **subject.forced())
         if compiled:
             call = torch.compile(call, fullgraph=True, backend="aot_eager")
         with torch.autocast("cuda", dtype=torch.bfloat16), record_receipts() as receipts:
-            output, lse = call(*made[:3], attention_sink=made[3], **seen_entries(backend, made[4]))
-            gradients = torch.autograd.grad(output.sum(), made[:4])
+            seen = subject.seen(made[2], made[4])
+            output, lse = call(*made[:2], attention_sink=made[3], **seen)
+            gradients = subject.gradients(output, made[:4])
         assert (output.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
         assert {gradient.dtype for gradient in gradients} == {torch.float32}
-        seen = {(item.spec.dtype, item.spec.sink) for item in receipts}
-        assert seen == {("bfloat16", "float32")}, seen
+        ran = {(item.spec.dtype, item.spec.sink) for item in receipts}
+        assert ran == {("bfloat16", "float32")}, ran
     return "query and KV in bf16, sink and gradients in fp32"
 
 
-CHECKS: dict[str, list[Callable[[str], str]]] = {
+CHECKS: dict[str, list[Callable[[Subject], str]]] = {
     "compile": [partial(compile_lengths, dynamic=None), partial(compile_lengths, dynamic=True),
                 compile_layouts],
     "graphs": [graph_plain, graph_compiled],
@@ -361,24 +340,26 @@ CHECKS: dict[str, list[Callable[[str], str]]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", nargs="+", default=["triton", "eager"])
+    parser.add_argument(
+        "--backend", nargs="+", default=["triton", "eager"], choices=list(SUBJECTS)
+    )
     parser.add_argument("--only", nargs="+", default=list(CHECKS), choices=list(CHECKS))
     wanted = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     failed = 0
-    for backend in wanted.backend:
+    for subject in map(SUBJECTS.__getitem__, wanted.backend):
         for group in wanted.only:
             for check in CHECKS[group]:
                 name = getattr(check, "__name__", "") or f"compile_lengths {check.keywords}"
                 begun = time.perf_counter()
                 try:
-                    verdict = f"ok    {check(backend)}"
+                    verdict = f"ok    {check(subject)}"
                 except Exception as error:
                     failed += 1
                     traceback.print_exc()
                     verdict = f"FAIL  {type(error).__name__}: {str(error)[:300]}"
                 took = time.perf_counter() - begun
-                print(f"{backend:8} {name:32} {took:5.1f} s  {verdict}", flush=True)
+                print(f"{subject.name:20} {name:32} {took:5.1f} s  {verdict}", flush=True)
     return 1 if failed else 0
 
 
