@@ -158,7 +158,7 @@ def covered(results: list[Tensor], offsets: Tensor) -> list[Tensor]:
 
 def graph_plain(subject: Subject) -> str:
     """Capture with one layout, replay with others, for each head dim the kernels differ in."""
-    for head_dim in (64, 512):
+    for head_dim in subject.head_dims:
         made = subject.tensors(**G29, head_dim=head_dim)
         static = [offsets_of(*values) for values in LAYOUTS[0]]
         step = step_of(subject, sliding_window_size=3)
@@ -179,7 +179,7 @@ def graph_plain(subject: Subject) -> str:
                 item.fill_(float("nan"))
             graph.replay()
             near(covered(held, fresh[0]), covered(step(*made, *fresh), fresh[0]))
-    return f"{len(LAYOUTS)} layouts of one capture, head dims 64 and 512"
+    return f"{len(LAYOUTS)} layouts of one capture, head dims {subject.head_dims}"
 
 
 def graph_compiled(subject: Subject) -> str:
