@@ -186,14 +186,19 @@ def stride_class(*tensors: Tensor | None) -> str:
     for tensor in tensors:
         if tensor is None:
             continue
-        strides, shape, size = tensor.stride(), tensor.shape, tensor.element_size()
-        if strides[-1] != 1 and shape[-1] > 1:
-            return "any"
-        rows = zip(strides[:-1], shape[:-1], strict=True)
+        shape, size = tensor.shape, tensor.element_size()
         # Meta and fake tensors have no address; their storage offset stands for it.
         abstract = tensor.is_meta or isinstance(tensor, FakeTensor)
         start = int(tensor.storage_offset()) * size if abstract else tensor.data_ptr()
-        if start % 16 or any(count > 1 and stride * size % 16 for stride, count in rows):
+        if not abstract and tensor.is_contiguous() and (count := tensor.numel()):
+            apart = shape[-1] * size % 16 != 0 and count != shape[-1]
+        else:
+            strides = tensor.stride()
+            if strides[-1] != 1 and shape[-1] > 1:
+                return "any"
+            rows = zip(strides[:-1], shape[:-1], strict=True)
+            apart = any(count > 1 and stride * size % 16 for stride, count in rows)
+        if start % 16 or apart:
             found = "unit"
     return found
 

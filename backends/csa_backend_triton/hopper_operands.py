@@ -37,15 +37,16 @@ def programs(query: Tensor, items: int, together: int = 1) -> int:
 
 def aligned(tensor: Tensor) -> Tensor:
     """``tensor``, or a copy when its rows are not contiguous and 16-byte aligned."""
-    rows_aligned = tensor.stride(-1) == 1 and all(s % 8 == 0 for s in tensor.stride()[:-1])
-    if rows_aligned and tensor.data_ptr() % 16 == 0:
+    batch, head, row, column = tensor.stride()
+    if column == 1 and not (batch | head | row) % 8 and not tensor.data_ptr() % 16:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def head_rows(tensor: Tensor) -> tuple[Tensor | int, ...]:
     """A ``[B, H, T, D]`` tensor and its strides in units of 8 elements, as kernels take it."""
-    return tensor, *(step // 8 for step in tensor.stride()[:3])
+    batch, head, row, _ = tensor.stride()
+    return tensor, batch // 8, head // 8, row // 8
 
 
 def slot_indices(call: Call) -> tuple[Tensor, tuple[int, int], int]:
