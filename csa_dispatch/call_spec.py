@@ -88,6 +88,15 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Fields of a CallSpec that take one of a few words."""
 
+CHOICE_REMEDIES = {
+    **dict.fromkeys(("dtype", "weights_dtype", "bias_dtype"), "Name it as torch does: bfloat16."),
+    "sink": 'Name its dtype, as "float32", or leave it out for none.',
+    "index_dtype": "Leave it out for int32.",
+    "documents": "Leave it out when none are packed.",
+    "strides": 'Leave it out for tensors as torch.empty() makes them, "aligned".',
+}
+"""What to do about a field that is none of its words."""
+
 ABSENT: dict[Kind, dict[str, tuple[object, str]]] = {
     Kind.WINDOW: {
         "pool": (0, "Name another kind, or leave it out: there is no pool."),
@@ -137,20 +146,23 @@ def check_spec(spec: CallSpec) -> None:
         ValueError: a field out of its range, or two that contradict each other.
     """
     if spec.kind not in list(Kind):
-        fail("kind", repr(spec.kind), f"one of {', '.join(kind.value for kind in Kind)}")
+        required = f"one of {', '.join(kind.value for kind in Kind)}"
+        fail("kind", repr(spec.kind), required, "Name one in full, as Kind.DENSE is.")
     for field, allowed in CHOICES.items():
         value = getattr(spec, field)
         if value not in allowed:
-            fail(field, repr(value), f"one of {', '.join(allowed)}")
+            fail(field, repr(value), f"one of {', '.join(allowed)}", CHOICE_REMEDIES[field])
     least: dict[str, int] = dict.fromkeys(("batch", "heads", "kv_heads", "tokens", "head_dim"), 1)
     least |= dict.fromkeys(("pool", "slots", "window"), 0)
     least["compress_ratio"] = int(spec.kind is Kind.DENSE)
     for field, smallest in least.items():
         value = getattr(spec, field)
         if isinstance(value, bool) or not isinstance(value, int):
-            fail(field, repr(value), "an int", error=TypeError)
+            fail(field, repr(value), "an int", f"Pass int({field}).", TypeError)
         if value < smallest:
-            fail(field, value, f"{smallest} or more")
+            default = spec._field_defaults[field]
+            remedy = f"Leave it out for {default}." if default >= smallest else "V4 has 128."
+            fail(field, value, f"{smallest} or more", remedy)
     check_device_fields(spec)
     for field, (value, remedy) in ABSENT[spec.kind].items():
         found = getattr(spec, field)
@@ -161,9 +173,11 @@ def check_spec(spec: CallSpec) -> None:
         fail("index_dtype", "'none'", "int32 or int64 for kind gather", "Leave it out for int32.")
     needs = spec.needs_grad
     if not isinstance(needs, tuple) or [type(item) for item in needs] != [bool] * 4:
-        fail("needs_grad", repr(needs), f"a bool for each of {', '.join(GRADIENT_INPUTS)}")
+        required = f"a bool for each of {', '.join(GRADIENT_INPUTS)}"
+        fail("needs_grad", repr(needs), required, "Leave it out when none of them does.")
     if spec.heads % spec.kv_heads:
-        fail("kv_heads", spec.kv_heads, f"a divisor of the {spec.heads} heads")
+        required = f"a divisor of the {spec.heads} heads"
+        fail("kv_heads", spec.kv_heads, required, "Leave it out for one shared head.")
     if spec.documents == "cu_seqlens" and spec.batch != 1:
         fail("batch", spec.batch, "1 with cu_seqlens", "Pack the batch, or use doc_ids.")
 

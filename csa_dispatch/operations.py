@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .call_spec import CHOICES, CallSpec, check_device_fields, check_spec
+from .call_spec import CHOICE_REMEDIES, CHOICES, CallSpec, check_device_fields, check_spec
 from .compressor_call import CompressorSpec
 from .indexer_call import IndexerSpec
 from .validation import fail
@@ -36,17 +36,21 @@ def check_any_spec(spec: AnySpec) -> None:
         value = getattr(spec, field)
         if field in _WORDS:
             if value not in _WORDS[field]:
-                fail(field, repr(value), f"one of {', '.join(_WORDS[field])}")
+                required = f"one of {', '.join(_WORDS[field])}"
+                fail(field, repr(value), required, CHOICE_REMEDIES[field])
         elif type(default) in (int, bool) and type(value) is not type(default):
-            fail(field, repr(value), f"of type {type(default).__name__}", error=TypeError)
+            kind = type(default).__name__
+            fail(field, repr(value), f"of type {kind}", f"Pass {kind}({field}).", TypeError)
         elif type(default) is int and value < (least := int(field != "pool")):
-            fail(field, value, f"{least} or more")
+            fail(field, value, f"{least} or more", f"Leave it out for {default}.")
     check_device_fields(spec)
     if isinstance(spec, CompressorSpec):
         needs = spec.needs_grad
         if not isinstance(needs, tuple) or [type(item) for item in needs] != [bool] * 3:
-            fail("needs_grad", repr(needs), "a bool for each of values, gates, position_bias")
+            required = "a bool for each of values, gates, position_bias"
+            fail("needs_grad", repr(needs), required, "Leave it out when none of them does.")
     if spec.documents == "doc_ids":
-        fail("documents", repr("doc_ids"), f"none or cu_seqlens for {spec.operation}")
+        required = f"none or cu_seqlens for {spec.operation}"
+        fail("documents", repr("doc_ids"), required, "Pack them in a batch of 1, cu_seqlens.")
     if spec.documents == "cu_seqlens" and spec.batch != 1:
-        fail("batch", spec.batch, "1 with cu_seqlens")
+        fail("batch", spec.batch, "1 with cu_seqlens", "Pack the batch along the tokens.")

@@ -27,11 +27,10 @@ def as_text(value: object) -> str:
 
 
 def fail(
-    argument: str, actual: object, required: str, remedy: str = "", error: type = ValueError
+    argument: str, actual: object, required: str, remedy: str, error: type = ValueError
 ) -> NoReturn:
     """Raise ``error`` in the house form: argument, actual, required, remedy."""
-    text = f"{argument} is {as_text(actual)}; it must be {required}"
-    raise error(f"{text}. {remedy}" if remedy else f"{text}.")
+    raise error(f"{argument} is {as_text(actual)}; it must be {required}. {remedy}")
 
 
 def check_strided(argument: str, value: object) -> None:
@@ -81,7 +80,8 @@ def validate(
         ValueError: a wrong size, dtype pairing, device, value or combination.
     """
     if not isinstance(layout, str) or layout not in LAYOUTS:
-        fail("layout", repr(layout), f"one of {', '.join(LAYOUTS)}")
+        remedy = "BHSD, the default, is a query of [batch, heads, tokens, head_dim]."
+        fail("layout", repr(layout), f"one of {', '.join(LAYOUTS)}", remedy)
     order = LAYOUTS[layout]
     _scalars(sliding_window_size, scale, compress_ratio)
     optional = {
@@ -100,7 +100,8 @@ def validate(
         if is_dtensor(value) != distributed:
             _mixed(name, value, distributed)
         if value.device != query.device:
-            fail(name, f"on {value.device}", f"on query's device, {query.device}")
+            remedy = f"Pass {name}.to(query.device)."
+            fail(name, f"on {value.device}", f"on query's device, {query.device}", remedy)
 
     _kind(sparse_kv, kv_indices, compress_ratio)
     sizes = _query(query, order)
@@ -109,7 +110,8 @@ def validate(
         sizes["S"] = _size(sparse_kv, order, "S")
         pool_groups = _kv("sparse_kv", sparse_kv, query, order, sizes)
         if pool_groups != groups:
-            fail("sparse_kv", f"of {pool_groups} KV heads", f"of {groups}, as local_kv")
+            remedy = "Repeat the heads of the one that has fewer."
+            fail("sparse_kv", f"of {pool_groups} KV heads", f"of {groups}, as local_kv", remedy)
     if kv_indices is not None:
         _kv_indices(kv_indices, order, sizes)
     if attention_sink is not None:
@@ -145,10 +147,12 @@ def _mixed(name: str, value: Tensor, distributed: bool) -> None:
 def _scalars(sliding_window_size: int, scale: float | None, compress_ratio: int | None) -> None:
     window = sliding_window_size
     if isinstance(window, bool) or not isinstance(window, (int, torch.SymInt)):
-        kind = type(window).__name__
-        fail("sliding_window_size", f"{as_text(window)} ({kind})", "an int", error=TypeError)
+        actual = f"{as_text(window)} ({type(window).__name__})"
+        remedy = "Pass int(sliding_window_size)."
+        fail("sliding_window_size", actual, "an int", remedy, TypeError)
     if window < 0:
-        fail("sliding_window_size", window, "0 (no window) or more")
+        remedy = "For a window over all tokens pass their number."
+        fail("sliding_window_size", window, "0 (no window) or more", remedy)
     if window > sys.maxsize:
         fail(
             "sliding_window_size",
@@ -165,32 +169,37 @@ def _scalars(sliding_window_size: int, scale: float | None, compress_ratio: int 
     if compress_ratio is not None:
         ratio = compress_ratio
         if isinstance(ratio, bool) or not isinstance(ratio, (int, torch.SymInt)):
-            kind = type(ratio).__name__
-            fail("compress_ratio", f"{ratio!r} ({kind})", "an int or None", error=TypeError)
+            actual = f"{ratio!r} ({type(ratio).__name__})"
+            remedy = "Pass int(compress_ratio)."
+            fail("compress_ratio", actual, "an int or None", remedy, TypeError)
         if ratio < 1:
-            fail("compress_ratio", ratio, "1 or more tokens per pool entry")
+            remedy = "For a layer without compression drop it and sparse_kv."
+            fail("compress_ratio", ratio, "1 or more tokens per pool entry", remedy)
         if ratio > MAX_ROWS:
-            fail("compress_ratio", ratio, f"at most {MAX_ROWS} tokens per pool entry")
+            remedy = "Drop it and sparse_kv: no pool entry is complete then."
+            required = f"at most {MAX_ROWS} tokens per pool entry"
+            fail("compress_ratio", ratio, required, remedy)
 
 
 def _kind(sparse_kv: Tensor | None, kv_indices: Tensor | None, compress_ratio: int | None) -> None:
     if sparse_kv is None:
         for name, value in (("kv_indices", kv_indices), ("compress_ratio", compress_ratio)):
             if value is not None:
-                fail(name, "given", "None without sparse_kv", "Pass sparse_kv, or drop it.")
+                remedy = f"Pass sparse_kv too, or drop {name}."
+                fail(name, "given without sparse_kv", "None then", remedy)
     elif kv_indices is None and compress_ratio is None:
         fail(
             "kv_indices",
             "None with sparse_kv",
-            "given, or compress_ratio",
+            "given unless compress_ratio is",
             "compress_ratio selects every causally complete pool entry.",
         )
     elif kv_indices is not None and compress_ratio is not None:
         fail(
             "compress_ratio",
             f"{compress_ratio} with kv_indices",
-            "None when kv_indices choose the entries",
-            "Drop one of the two.",
+            "None when kv_indices are given",
+            "Drop kv_indices to select every complete pool entry, or else compress_ratio.",
         )
 
 
@@ -200,22 +209,32 @@ def _shape(tensor: Tensor) -> list[int]:
 
 def _query(query: Tensor, order: Layout) -> dict[str, int]:
     if query.ndim != len(order.query_dims):
-        fail("query", f"of shape {_shape(query)}", f"{_letters(order.query_dims)}")
-    if not query.dtype.is_floating_point:
-        fail("query", query.dtype, "of a floating-point dtype", error=TypeError)
+        remedy = "Pass the layout it is in, or add a missing dimension with unsqueeze."
+        fail("query", f"of shape {_shape(query)}", _letters(order.query_dims), remedy)
     if query.dtype not in DTYPES:
-        fail("query", query.dtype, "float64, float32, bfloat16 or float16", error=TypeError)
+        remedy = "Cast it and the KV to bfloat16, say."
+        required = "float64, float32, bfloat16 or float16"
+        fail("query", query.dtype, required, remedy, TypeError)
     sizes = {"B": 1, **dict(zip(order.query_dims, query.shape, strict=True))}
     for letter in order.query_dims:
         if sizes[letter] < 1:
-            fail("query", f"of shape {_shape(query)}", "of positive sizes")
+            remedy = "Leave the call out: it has nothing to compute."
+            fail("query", f"of shape {_shape(query)}", "of positive sizes", remedy)
     if sizes["T"] > MAX_ROWS:
-        fail("query", f"{sizes['T']} tokens", f"at most {MAX_ROWS} tokens")
+        remedy = "Split the tokens over ranks with context_parallel_attention()."
+        fail("query", f"of {sizes['T']} tokens", f"of at most {MAX_ROWS}", remedy)
     return sizes
 
 
 def _letters(dims: str) -> str:
     return f"of shape [{', '.join(dims)}]"
+
+
+_SHAPES = {
+    "local_kv": "With KV of earlier tokens call functional.attention_with_past() instead.",
+    "sparse_kv": "Check that layout is the order of its dimensions too.",
+}
+"""What to do about a KV whose sizes are not query's."""
 
 
 def _kv_dims(kv: Tensor, order: Layout) -> str | None:
@@ -238,7 +257,9 @@ def _kv(name: str, kv: Tensor, query: Tensor, order: Layout, sizes: dict[str, in
         wanted = _letters(order.kv_dims)
         if order.shared_kv_dims is not None:
             wanted += f" or {_letters(order.shared_kv_dims)}"
-        fail(name, f"of shape {_shape(kv)}", wanted)
+        axis = order.kv_dims.index("G")
+        remedy = f"Add a missing head dimension with {name}.unsqueeze({axis})."
+        fail(name, f"of shape {_shape(kv)}", wanted, remedy)
     if kv.dtype != query.dtype:
         fail(name, kv.dtype, f"of query's dtype, {query.dtype}", "Cast one of them.")
     for letter, size in zip(dims, kv.shape, strict=True):
@@ -249,13 +270,17 @@ def _kv(name: str, kv: Tensor, query: Tensor, order: Layout, sizes: dict[str, in
                 name,
                 f"of shape {_shape(kv)}",
                 f"[{', '.join(required)}] ([{meaning}]) to match query {_shape(query)}",
+                _SHAPES[name],
             )
     if sizes["S"] > MAX_ROWS:
-        fail(name, f"{sizes['S']} rows", f"at most {MAX_ROWS} rows")
+        remedy = "Split the call, each part with the pool of its own documents."
+        fail(name, f"of {sizes['S']} rows", f"of at most {MAX_ROWS}", remedy)
     groups = kv.shape[dims.index("G")] if "G" in dims else 1
     heads = sizes["H"]
     if groups < 1 or heads % groups:
-        fail(name, f"of {groups} KV heads", f"of a number that divides query's {heads} heads")
+        remedy = "Pass one shared head, or check that layout is the order of its dimensions."
+        required = f"of a number that divides query's {heads} heads"
+        fail(name, f"of {groups} KV heads", required, remedy)
     return groups
 
 
@@ -266,13 +291,16 @@ def _kv_indices(kv_indices: Tensor, order: Layout, sizes: dict[str, int]) -> Non
     if kv_indices.ndim != len(wanted) + 1 or list(kv_indices.shape[:-1]) != wanted:
         sizes_wanted = ", ".join([f"{size}" for size in wanted])
         shape = f"[{sizes_wanted}, K]"
-        fail("kv_indices", f"of shape {_shape(kv_indices)}", f"{shape}, shared by all heads")
+        remedy = "Drop a head dimension; fill short rows up with -1."
+        required = f"{shape}, shared by all heads"
+        fail("kv_indices", f"of shape {_shape(kv_indices)}", required, remedy)
 
 
 def _attention_sink(attention_sink: Tensor, query: Tensor, heads: int) -> None:
     if attention_sink.dtype not in (query.dtype, torch.float32):
         required = f"of query's dtype ({query.dtype}) or float32"
-        fail("attention_sink", attention_sink.dtype, required)
+        remedy = "Pass attention_sink.float()."
+        fail("attention_sink", attention_sink.dtype, required, remedy)
     if attention_sink.ndim != 1 or attention_sink.shape[0] != heads:
         fail(
             "attention_sink",
@@ -294,10 +322,12 @@ def _documents(
         if cu_seqlens is not None or cu_seqlens_k is not None:
             fail("doc_ids", "given with cu_seqlens", "None then", "Pass one of the two.")
         if doc_ids.dtype not in (torch.int32, torch.int64):
-            fail("doc_ids", doc_ids.dtype, "int32 or int64", error=TypeError)
+            fail("doc_ids", doc_ids.dtype, "int32 or int64", "Cast it.", TypeError)
         wanted = [sizes[letter] for letter in order.token_dims]
         if list(doc_ids.shape) != wanted:
-            fail("doc_ids", f"of shape {_shape(doc_ids)}", f"{wanted}, one id per token")
+            remedy = "Repeat each document's id for each of its tokens."
+            required = f"{wanted}, one id per token"
+            fail("doc_ids", f"of shape {_shape(doc_ids)}", required, remedy)
         return
     if cu_seqlens is None and cu_seqlens_k is None:
         return
@@ -318,10 +348,13 @@ def _documents(
         if offsets.dtype != torch.int32:
             fail(name, offsets.dtype, "int32", "Cast it.", TypeError)
         if offsets.ndim != 1 or offsets.shape[0] < 2:
-            fail(name, f"of shape {_shape(offsets)}", "[N + 1], N documents of at least 1")
+            required = "[N + 1], N documents of at least 1"
+            remedy = "Pass 0 and the end of each document."
+            fail(name, f"of shape {_shape(offsets)}", required, remedy)
     if cu_seqlens_k is not None and cu_seqlens_k.shape != cu_seqlens.shape:
         fail(
             "cu_seqlens_k",
             f"of shape {_shape(cu_seqlens_k)}",
             f"{_shape(cu_seqlens)}, the documents of cu_seqlens",
+            "For a document without pool entries repeat the offset before it.",
         )

@@ -39,7 +39,12 @@ def check_values(call: Call, rank: int = 0, ranks: int = 1) -> None:
         decreasing = (call.doc_ids[:, 1:] < call.doc_ids[:, :-1]).nonzero()
         if decreasing.numel():
             batch, token = decreasing[0].tolist()
-            fail("doc_ids", f"decreasing at [{batch}, {token + 1}]", "non-decreasing along T")
+            fail(
+                "doc_ids",
+                f"decreasing at [{batch}, {token + 1}]",
+                "non-decreasing along T",
+                "Number the documents in the order of their tokens.",
+            )
     if call.kv_indices is not None:
         _check_indices(call, call.kv_indices, pool, rank * tokens)
 
@@ -48,12 +53,16 @@ def _check_offsets(name: str, offsets: Tensor, rows: int) -> None:
     values = offsets.tolist()
     if values[0] > 0 or (values[0] < 0 and name == "cu_seqlens_k"):
         begun = ", or less for a document that began before row 0" if name == "cu_seqlens" else ""
-        fail(name, f"{values[0]} at its start", f"0 there{begun}")
+        remedy = "Begin with 0, then the end of each document."
+        fail(name, f"{values[0]} at its start", f"0 there{begun}", remedy)
     for position, (before, after) in enumerate(pairwise(values)):
         if after < before:
-            fail(name, f"{before}, {after} at {position}", "non-decreasing")
+            remedy = "Pass the cumulative sum of the documents' lengths."
+            fail(name, f"{before}, {after} at {position}", "non-decreasing", remedy)
     if values[-1] > rows:
-        fail(name, f"{values[-1]} at its end", f"at most the {rows} rows it partitions")
+        required = f"at most the {rows} rows it partitions"
+        remedy = "Check the lengths of the documents, and that layout fits the tensors."
+        fail(name, f"{values[-1]} at its end", required, remedy)
 
 
 def _check_indices(call: Call, kv_indices: Tensor, pool: int, first: int) -> None:

@@ -114,11 +114,10 @@ def agree(
         for name in {**found[0], **theirs}:
             first, other = found[0].get(name), theirs.get(name)
             if first != other:
-                remedy = " Pad the sequence and the pool to a multiple of the ranks."
-                raise ValueError(
-                    f"{name} is {other} on rank {rank} and {first} on rank 0; it must be the same "
-                    f"on every rank.{remedy if 'shape' in name else ''}"
-                )
+                padded = "Pad the sequence and the pool to a multiple of the ranks."
+                remedy = padded if "shape" in name else "Pass rank 0's on every rank."
+                actual = f"{other} on rank {rank} and {first} on rank 0"
+                fail(name, actual, "the same on every rank", remedy)
     return [theirs for _, theirs in gathered]
 
 
@@ -139,4 +138,5 @@ def _check_seams(ends: list[list[list[int]] | None]) -> None:
                     f"{last} at the end of rank {rank} and {first} at the beginning of rank "
                     f"{rank + 1}, in batch entry {batch}",
                     "non-decreasing along the whole sequence",
+                    "Number the documents anew over all ranks.",
                 )

@@ -22,6 +22,18 @@ def check_ratio(compress_ratio: int) -> None:
         fail("compress_ratio", compress_ratio, required, "V4 has 4 and 128.")
 
 
+def check_selection(kv_indices: Tensor | None, compress_ratio: int | None) -> None:
+    """Raise unless one of the two says which entries count: picks, or every complete one."""
+    if kv_indices is None and compress_ratio is None:
+        remedy = "compress_ratio takes every complete entry."
+        fail("kv_indices", "None without compress_ratio", "given then", remedy)
+    if kv_indices is not None and compress_ratio is not None:
+        remedy = "Drop kv_indices to take every complete entry, or else compress_ratio."
+        fail("kv_indices", "given with compress_ratio", "None then", remedy)
+    if compress_ratio is not None:
+        check_ratio(compress_ratio)
+
+
 def check_dense(name: str, tensor: Tensor | None, first: Tensor, of: str) -> None:
     """Raise unless ``tensor`` is a dense one on the device of ``first``, the argument ``of``."""
     check_strided(name, tensor)

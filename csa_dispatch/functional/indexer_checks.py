@@ -7,7 +7,7 @@ from torch import Tensor
 
 from csa_dispatch.validation import DTYPES, MAX_ROWS, MAX_SCALE, fail
 
-from .compressor_checks import check_dense, check_offsets, check_ratio
+from .compressor_checks import check_dense, check_offsets, check_ratio, check_selection
 
 
 def check_operands(index_query: Tensor, index_keys: Tensor, weights: Tensor) -> None:
@@ -94,14 +94,9 @@ def check_scored(
     kv_indices: Tensor | None, compress_ratio: int | None, index_query: Tensor
 ) -> None:
     """Raise unless just one says what is scored: picks of the query's tokens, or a ratio."""
-    if kv_indices is None and compress_ratio is not None:
-        check_ratio(compress_ratio)
+    check_selection(kv_indices, compress_ratio)
+    if kv_indices is None:
         return
-    if kv_indices is None or compress_ratio is not None:
-        given = "None without" if kv_indices is None else "given with"
-        required = "the one of kv_indices and compress_ratio that is given"
-        remedy = "compress_ratio takes every complete entry."
-        fail("kv_indices", f"{given} compress_ratio", required, remedy)
     check_dense("kv_indices", kv_indices, index_query, "index_query")
     if kv_indices.dtype not in (torch.int32, torch.int64):
         fail("kv_indices", kv_indices.dtype, "int32 or int64", "Cast it.", TypeError)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from csa_dispatch.validation import DTYPES, MAX_SCALE, fail
 
-from .compressor_checks import check_dense, check_offsets, check_ratio
+from .compressor_checks import check_dense, check_offsets, check_selection
 
 REDUCTIONS = ("mean", "sum", "none")
 _SCORES = "Pass what indexer_scores gives for the same arguments."
@@ -36,15 +36,10 @@ def check_indexer_loss(
     if scale is not None and not 0 < scale <= MAX_SCALE:
         fail("scale", scale, "positive and finite in float32", "None means 1/sqrt(head_dim).")
     if (lse is None) == (window_lse is None):
-        given = "None with window_lse None" if lse is None else "given with window_lse"
-        fail("lse", given, "the one of the two that is given", "Pass lse or window_lse.")
-    if (kv_indices is None) == (compress_ratio is None):
-        given = "None without" if kv_indices is None else "given with"
-        required = "the one of kv_indices and compress_ratio that is given"
-        remedy = "compress_ratio takes every complete entry."
-        fail("kv_indices", f"{given} compress_ratio", required, remedy)
-    if compress_ratio is not None:
-        check_ratio(compress_ratio)
+        actual = "None without window_lse" if lse is None else "given with window_lse"
+        required = "given then" if lse is None else "None then"
+        fail("lse", actual, required, "Pass lse or window_lse, whichever the layer has.")
+    check_selection(kv_indices, compress_ratio)
     tensors = {
         "index_scores": index_scores,
         "query": query,

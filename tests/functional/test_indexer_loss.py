@@ -296,7 +296,7 @@ GOOD = draw()
         ({"reduction": "max"}, ValueError, "reduction is 'max'"),
         ({"scale": "1"}, TypeError, "scale is '1'"),
         ({"scale": 0.0}, ValueError, r"scale is 0\.0"),
-        ({"lse": None}, ValueError, "lse is None with window_lse None"),
+        ({"lse": None}, ValueError, "lse is None without window_lse"),
         ({"window_lse": GOOD.lse}, ValueError, "lse is given with window_lse"),
         ({"lse": GOOD.lse.double()}, TypeError, "lse is torch.float64"),
         ({"lse": GOOD.lse[:1]}, ValueError, "lse is of shape"),

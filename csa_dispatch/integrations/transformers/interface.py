@@ -60,7 +60,8 @@ def no_mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
             shape than the batch's cached and new tokens.
     """
     if not kwargs.get("allow_is_causal_skip", True):
-        _fail("mask", "more than a causal window (packed position_ids, say)", "just that")
+        actual = "more than a causal window (packed position_ids, say)"
+        _fail("mask", actual, "just that", "Use enable(model), which takes packed documents.")
     if attention_mask is None:
         return
     if "q_length" in kwargs:
@@ -105,7 +106,7 @@ def window_attention(
     if value is not key:
         _fail("value", "another tensor than key", "key itself", "Keys are their own values here.")
     if sliding_window is None:
-        _fail("sliding_window", "None", "an int")
+        _fail("sliding_window", "None", "an int", "Set config.sliding_window.")
     output = attention_with_past(
         query,
         key,
@@ -117,6 +118,5 @@ def window_attention(
     return output.transpose(1, 2), None
 
 
-def _fail(argument: str, actual: object, required: str, remedy: str = "") -> NoReturn:
-    text = f"{argument} is {actual}; it must be {required} for attention() under transformers."
-    raise ValueError(f"{text} {remedy}".rstrip())
+def _fail(argument: str, actual: object, required: str, remedy: str) -> NoReturn:
+    fail(argument, actual, f"{required} for attention() under transformers", remedy)
