@@ -18,6 +18,7 @@ from .runner import Runner, runner_for
 from .settings import settings
 from .spec import Spec
 from .tracing import constant_when_traced
+from .validation import fail
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _describers: dict[Callable[..., Any], Callable[..., Spec]] = {}
@@ -42,10 +43,9 @@ def describer(function: Callable[..., Any]) -> Callable[..., Spec]:
     found = _describers.get(function)
     if found is None:
         known = ", ".join(item.__name__ for item in _describers)
-        raise TypeError(
-            f"explain() of {function!r}: it must be a query, a spec or one of the functions "
-            f"{known}."
-        )
+        required = f"a query, a spec or one of the functions {known}"
+        remedy = "For attention() pass its arguments alone."
+        fail("explain()'s first argument", repr(function), required, remedy, TypeError)
     return found
 
 

@@ -22,6 +22,7 @@ from .settings import settings
 from .spec import Spec
 from .tracing import constant_when_traced
 from .transforms import any_autocast
+from .validation import fail
 
 
 def parse_device(device: str) -> tuple[str, int | None]:
@@ -35,13 +36,14 @@ def parse_device(device: str) -> tuple[str, int | None]:
         "a CUDA architecture such as 'sm_90' or 'sm_103', or another device type such as 'cpu'"
     )
     if not isinstance(device, str):
-        raise TypeError(f"device is {device!r}; it must be {wanted}.")
+        fail("device", repr(device), wanted, "Pass a name, as 'cpu'.", TypeError)
     match = re.fullmatch(r"sm_?(\d{2,3})[af]?", device)
     if match:
         return "cuda", int(match.group(1))
     if re.fullmatch(r"[a-z]+", device) and device != "cuda" and _is_device_type(device):
         return device, None
-    raise ValueError(f"device is {device!r}; it must be {wanted}.")
+    remedy = "torch.cuda.get_device_capability() is (9, 0) for sm_90."
+    fail("device", repr(device), wanted, remedy)
 
 
 def _is_device_type(name: str) -> bool:
@@ -98,6 +100,9 @@ def describe(
     name: str, query: Tensor, tensors: tuple[Tensor | None, ...], arguments: dict[str, object]
 ) -> CallSpec:
     """``describe_call`` on behalf of the function ``name``, which errors are to name."""
+    if not isinstance(query, Tensor):
+        remedy = f"Pass {name}() the arguments of attention()."
+        fail("query", type(query).__name__, "a torch.Tensor or a CallSpec", remedy, TypeError)
     _check_arguments(name, describe_call, (query, *tensors), arguments)
     return describe_call(query, *tensors, **arguments)  # pyright: ignore
 
@@ -178,7 +183,10 @@ def _spec_of(query: Any, tensors: tuple[Any, ...], arguments: dict[str, object])
         if tensors or arguments:
             extra = ", ".join(arguments) or "tensors"
             name = type(query).__name__
-            raise TypeError(f"explain({name}) takes no further call arguments; got {extra}.")
+            raise TypeError(
+                f"explain({name}) takes no further call arguments; got {extra}. "
+                "Change the spec with its _replace()."
+            )
         check_any_spec(query)
         return query
     if callable(query) and not isinstance(query, Tensor):

@@ -140,6 +140,21 @@ def _chosen_why(forced: Forced, rule_why: str, position: int) -> str:
     return f"policy rule {position + 1}" + (f": {rule_why}" if rule_why else "") + note
 
 
+def _refused_why(forced: Forced, rule_why: str, position: int) -> str:
+    """The sentence before the Reasons when nothing can run a call."""
+    forward, backward, source = forced.forward, forced.backward, forced.source
+    if forward is None and backward is None:
+        rule = _chosen_why(forced, rule_why, position)
+        return f"no backend of the policy can run this call ({rule})"
+    if forward is None:
+        what = f"backward_backend {backward} was forced by {source}"
+        return f"{what}; no forward of the policy can run this call with it"
+    if backward is None or backward == forward:
+        return f"backend {forward} was forced by {source} but cannot run this call"
+    what = f"backend {forward} and backward_backend {backward} were forced by {source}"
+    return f"{what} but cannot run this call together"
+
+
 def decide(spec: Spec, forced: Forced, policy: Policy, *, hypothetical: bool = False) -> Decision:
     """Weigh every entry of the preference order for ``spec``; never raises for a refusal.
 
@@ -154,7 +169,7 @@ def decide(spec: Spec, forced: Forced, policy: Policy, *, hypothetical: bool = F
     )
     chosen = next((item.entry for item in considered if not item.reasons), None)
     if chosen is None:
-        why = f"nothing can run it ({_chosen_why(forced, rule.why, position)})"
+        why = _refused_why(forced, rule.why, position)
         return Decision(spec, None, None, why, policy.name, considered)
     backward = chosen.backward if spec.differentiable else None
     notes: list[str] = []
@@ -176,23 +191,9 @@ def route(spec: Spec, forced: Forced, policy: Policy) -> Decision:
     """
     decision = decide(spec, forced, policy)
     if decision.forward is None:
-        raise BackendRefused(_refusal(forced), decision.refused())
+        raise BackendRefused(f"{decision.why}.", decision.refused())
     _notice_fallback(decision)
     return decision
-
-
-def _refusal(forced: Forced) -> str:
-    """The sentence before the Reasons when nothing can run a call."""
-    forward, backward, source = forced.forward, forced.backward, forced.source
-    if forward is None and backward is None:
-        return "no backend of the policy can run this call."
-    if forward is None:
-        what = f"backward_backend {backward} was forced by {source}"
-        return f"{what}; no forward of the policy can run this call with it."
-    if backward is None or backward == forward:
-        return f"backend {forward} was forced by {source} but cannot run this call."
-    what = f"backend {forward} and backward_backend {backward} were forced by {source}"
-    return f"{what} but cannot run this call together."
 
 
 _noticed: set[tuple[object, ...]] = set()

@@ -18,6 +18,7 @@ from csa_dispatch import (
     attention,
     explain,
     record_receipts,
+    resolve,
     use_backend,
 )
 from tests.core.probes import WindowBackend, inputs
@@ -138,6 +139,11 @@ def test_a_refusal_says_what_was_forced(registered: Any, forced: Any, sentence: 
     assert first == sentence
     assert all("narrow" in line for line in reasons)
     assert any("head_dim is 16; needs 512" in line for line in reasons)
+    call = {"query": made.query, "local_kv": made.local_kv, "sliding_window_size": 3}
+    assert explain(**call, **forced).why == sentence.rstrip(".")
+    with pytest.raises(BackendRefused) as caught:
+        resolve(**call, **forced)
+    assert str(caught.value).splitlines() == [f"no plan: {sentence}", *reasons]
 
 
 def test_forced_backend_raises_with_every_reason(registered: Any) -> None:

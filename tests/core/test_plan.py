@@ -13,14 +13,18 @@ from csa_dispatch import (
     BackendRefused,
     CallSpec,
     Capabilities,
+    IndexerSpec,
     Kind,
     OneOf,
     Plan,
     attention,
+    explain,
     record_receipts,
     resolve,
     use_backend,
+    use_policy,
 )
+from csa_dispatch.policy import parse_policy
 from tests.core.probes import WindowBackend, inputs
 
 
@@ -87,3 +91,28 @@ def test_nothing_eligible_is_no_plan(registered: Any) -> None:
     registered(WindowBackend("narrow", Capabilities(head_dim=OneOf((16,)))))
     with pytest.raises(BackendRefused, match="head_dim is 512"):
         resolve(CallSpec(), backend="narrow")
+
+
+def test_nothing_of_the_policy_eligible_names_the_rule(registered: Any) -> None:
+    registered(WindowBackend("narrow", Capabilities(head_dim=OneOf((16,)))))
+    rule = {"prefer": ["narrow"], "why": "it is small"}
+    with (
+        use_policy(parse_policy({"rule": [rule]}, "here")),
+        pytest.raises(BackendRefused) as caught,
+    ):
+        resolve(CallSpec())
+    assert str(caught.value).splitlines()[0] == (
+        "no plan: no backend of the policy can run this call (policy rule 1: it is small)."
+    )
+
+
+@pytest.mark.parametrize("function", [explain, resolve])
+@pytest.mark.parametrize("query", [None, [1.0], "query"], ids=str)
+def test_what_is_no_query_is_refused_as_query(function: Any, query: Any) -> None:
+    with pytest.raises(TypeError, match=r"query is \w+; it must be a torch.Tensor or a CallSpec"):
+        function(query)
+
+
+def test_specs_of_other_operations_have_no_plans() -> None:
+    with pytest.raises(TypeError, match="query is IndexerSpec; it must be a torch.Tensor or a C"):
+        resolve(IndexerSpec())  # pyright: ignore[reportArgumentType]
