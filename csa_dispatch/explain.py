@@ -40,10 +40,10 @@ def parse_device(device: str) -> tuple[str, int | None]:
     match = re.fullmatch(r"sm_?(\d{2,3})[af]?", device)
     if match:
         return "cuda", int(match.group(1))
-    if re.fullmatch(r"[a-z]+", device) and device != "cuda" and _is_device_type(device):
-        return device, None
-    remedy = "torch.cuda.get_device_capability() is (9, 0) for sm_90."
-    fail("device", repr(device), wanted, remedy)
+    if device == "cuda" or not (re.fullmatch(r"[a-z]+", device) and _is_device_type(device)):
+        remedy = "torch.cuda.get_device_capability() is (9, 0) for sm_90."
+        fail("device", repr(device), wanted, remedy)
+    return device, None
 
 
 def _is_device_type(name: str) -> bool:

@@ -172,7 +172,8 @@ class Plan:
         lacking = [key for key in keys if key not in data]
         if lacking:
             raise ValueError(
-                f"plan data lacks {', '.join(lacking)}; it must be what Plan.to_dict() returns."
+                f"plan data lacks {', '.join(lacking)}; it must be what Plan.to_dict() returns. "
+                "Resolve the plan anew."
             )
         try:
             spec = dict(data["spec"])
@@ -183,11 +184,14 @@ class Plan:
             plan = Plan(spec=CallSpec(**spec), versions=versions, **rest)
             check_spec(plan.spec)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"plan data is malformed: {error}") from None
+            raise ValueError(f"plan data is malformed: {error}; resolve the plan anew.") from None
         for name in ("forward", "backward", "policy", "why"):
             value = getattr(plan, name)
             if not isinstance(value, str):
-                raise ValueError(f"plan data is malformed: {name} is {value!r}; it must be text.")
+                raise ValueError(
+                    f"plan data is malformed: {name} is {value!r}; it must be text. "
+                    "Resolve the plan anew."
+                )
         return plan
 
 

@@ -37,6 +37,7 @@ from .call_spec import CHOICES
 from .capabilities import Allowed, Between, OneOf
 from .operations import SPECS
 from .spec import Spec
+from .validation import fail
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -90,37 +91,40 @@ class Policy(NamedTuple):
 
 def _operation(where: str, name: object) -> str:
     if not isinstance(name, str) or name not in SPECS:
-        raise ValueError(f"{where}: operation is {name!r}; known: {', '.join(SPECS)}.")
+        required = f"one of {', '.join(SPECS)}"
+        fail(f"{where}: operation", repr(name), required, "Leave it out for attention.")
     return name
 
 
 def _allowed(where: str, operation: str, field: str, value: object) -> Allowed:
     spec = SPECS[operation]
     if field not in spec._fields:
-        raise ValueError(
-            f"{where}: when.{field} is not a field of {spec.__name__}; "
-            f"known: {', '.join(spec._fields)}."
-        )
+        required = f"one of {', '.join(spec._fields)}"
+        remedy = "Name the rule's operation if the field is another's."
+        fail(f"{where}: when.{field}", f"not a field of {spec.__name__}", required, remedy)
     if isinstance(value, Mapping):
         unknown = set(value) - {"min", "max", "multiple_of"}
         if unknown:
             known = "min, max, multiple_of"
             raise ValueError(
-                f"{where}: when.{field} has unknown keys {sorted(unknown)}; known: {known}."
+                f"{where}: when.{field} has unknown keys {sorted(unknown)}; known: {known}. "
+                "Leave out the others."
             )
         for key, bound in value.items():
             if isinstance(bound, bool) or not isinstance(bound, int):
-                raise ValueError(f"{where}: when.{field}.{key} is {bound!r}; it must be an int.")
+                remedy = "Leave it out for no bound."
+                fail(f"{where}: when.{field}.{key}", repr(bound), "an int", remedy)
         _check_span(f"{where}: when.{field}", value)
         return Between(value.get("min", 0), value.get("max"), value.get("multiple_of", 1))
     values = value if isinstance(value, list) else [value]
     if not values:
-        raise ValueError(f"{where}: when.{field} is []; it must hold a value, or be left out.")
+        fail(f"{where}: when.{field}", "[]", "of one value or more", "Leave it out for any.")
     if field == "kind":
         try:
             return OneOf(tuple(Kind(item) for item in values))
         except ValueError as error:
-            raise ValueError(f"{where}: when.kind: {error}.") from None
+            known = " or ".join(kind.value for kind in Kind)
+            raise ValueError(f"{where}: when.kind: {error}; name {known}.") from None
     _check_words(where, spec, field, values)
     return OneOf(tuple(values))
 
@@ -129,15 +133,15 @@ def _check_span(key: str, span: Mapping[str, Any]) -> None:
     """Refuse bounds that no number meets: such a rule would silently match nothing."""
     low, high, step = span.get("min", 0), span.get("max"), span.get("multiple_of", 1)
     if step < 1:
-        raise ValueError(f"{key}.multiple_of is {step}; it must be 1 or more, or be left out.")
+        fail(f"{key}.multiple_of", step, "1 or more", "Leave it out for any.")
     if high is not None and high < low:
-        raise ValueError(
-            f"{key}.max is {high}; it must be at least min, {low}. Swap or mend the two."
-        )
+        fail(f"{key}.max", high, f"at least min, {low}", "Swap or mend the two.")
     if high is not None and high // step * step < low:
-        raise ValueError(
-            f"{key} is {low} to {high}; it must hold a multiple of {step}. Widen the bounds."
-        )
+        required = f"of bounds that hold a multiple of {step}"
+        fail(key, f"{low} to {high}", required, "Widen the bounds.")
+
+
+_EXAMPLES = {int: "128", str: '"cuda"', bool: "true"}
 
 
 def _check_words(where: str, spec: Any, field: str, values: list[object]) -> None:
@@ -146,18 +150,20 @@ def _check_words(where: str, spec: Any, field: str, values: list[object]) -> Non
     kind = type(spec._field_defaults[field]) if field in spec._field_defaults else None
     for value in values:
         if words is not None and value not in words:
-            known = ", ".join(words)
-            raise ValueError(f"{where}: when.{field} is {value!r}; it must be of {known}.")
+            remedy = "Leave the key out for any."
+            fail(f"{where}: when.{field}", repr(value), f"of {', '.join(words)}", remedy)
         if kind in (int, str, bool) and type(value) is not kind:
-            raise ValueError(
-                f"{where}: when.{field} is {value!r}; it must be of type {kind.__name__}."
-            )
+            remedy = f"Write it as {_EXAMPLES[kind]}."
+            fail(f"{where}: when.{field}", repr(value), f"of type {kind.__name__}", remedy)
 
 
 def _entry(where: str, text: object) -> Entry:
     parts = text.split("+") if isinstance(text, str) else []
     if len(parts) not in (1, 2) or not all(parts):
-        raise ValueError(f'{where}: prefer holds {text!r}; entries are "name" or "name+name".')
+        raise ValueError(
+            f'{where}: prefer holds {text!r}; entries are "name" or "name+name". '
+            '"triton+eager" is triton forward and eager backward.'
+        )
     return Entry(parts[0], parts[-1])
 
 
@@ -170,17 +176,23 @@ def parse_policy(data: Mapping[str, object], where: str) -> Policy:
     unknown = set(data) - {"name", "rule"}
     rules = data.get("rule")
     if unknown or not isinstance(rules, list) or not rules:
-        raise ValueError(f"{where}: a policy has name and [[rule]] tables; got {sorted(data)}.")
+        raise ValueError(
+            f"{where}: a policy has name and [[rule]] tables; got {sorted(data)}. "
+            'The least is [[rule]] with prefer = ["eager"].'
+        )
     parsed: list[Rule] = []
     # From 1, as explain() names the rule that decided.
     for position, rule in enumerate(rules, 1):
         place = f"{where}: rule {position}"
         if not isinstance(rule, Mapping):
-            raise ValueError(f"{place} is {rule!r}; it must be a table.")
+            fail(place, repr(rule), "a table", "Begin it with a line [[rule]].")
         unknown = set(rule) - {"operation", "when", "prefer", "why"}
         if unknown:
             known = "prefer, when, why and operation"
-            raise ValueError(f"{place} has unknown keys {sorted(unknown)}; known: {known}.")
+            raise ValueError(
+                f"{place} has unknown keys {sorted(unknown)}; known: {known}. "
+                "Fields of a call belong into when."
+            )
         prefer = rule.get("prefer")
         if not isinstance(prefer, list) or not prefer:
             found = repr(prefer) if "prefer" in rule else "missing"
@@ -190,7 +202,7 @@ def parse_policy(data: Mapping[str, object], where: str) -> Policy:
             )
         when = rule.get("when", {})
         if not isinstance(when, Mapping):
-            raise ValueError(f"{place}: when is {when!r}; it must be a table.")
+            fail(f"{place}: when", repr(when), "a table", 'Write when = { dtype = "bfloat16" }.')
         operation = _operation(place, rule.get("operation", "attention"))
         parsed.append(
             Rule(

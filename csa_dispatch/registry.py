@@ -136,7 +136,8 @@ def register_backend(backend: Backend, *, replace: bool = False) -> None:
     """
     global _rows
     if not isinstance(backend, Backend):
-        raise TypeError(f"backend is a {type(backend).__name__}; it must be a Backend instance.")
+        actual, remedy = f"a {type(backend).__name__}", "Pass an instance of your class."
+        fail("backend", actual, "a Backend instance", remedy, TypeError)
     if fault := _fault(backend):
         attribute, found, wanted, error = fault
         fail(f"backend.{attribute}", found, wanted, "Set it on the backend's class.", error)
@@ -173,14 +174,11 @@ def known_backend(name: str, source: str = "backend") -> Row:
         ValueError: it is unknown; the message names what set it and the known ones.
     """
     if not isinstance(name, str):
-        kind = type(name).__name__
-        raise TypeError(f"{source} is {name!r} ({kind}); it must be a backend's name or None.")
+        actual, remedy = f"{name!r} ({type(name).__name__})", "csa-dispatch backends lists them."
+        fail(source, actual, "a backend's name or None", remedy, TypeError)
     row = backends().get(name)
     if row is None:
         close = difflib.get_close_matches(name, backends(), n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(
-            f"{source} is {name!r}, which is not a known backend; "
-            f"known: {', '.join(backends()) or 'none'}.{hint}"
-        )
+        hint = f"Did you mean {close[0]!r}?" if close else "Install the package that provides it."
+        fail(source, repr(name), f"one of {', '.join(backends()) or 'none'}", hint)
     return row

@@ -8,6 +8,8 @@ import threading
 import warnings
 from typing import NamedTuple
 
+from .validation import fail
+
 PREFIX = "CSA_DISPATCH_"
 VARIABLES = {
     "CSA_DISPATCH_BACKEND": "backend name to force, forward and backward",
@@ -45,11 +47,11 @@ def _read() -> Settings:
             )
     fallback = os.environ.get("CSA_DISPATCH_FALLBACK") or "warn"
     if fallback not in FALLBACK_MODES:
-        modes = ", ".join(FALLBACK_MODES)
-        raise ValueError(f"CSA_DISPATCH_FALLBACK is {fallback!r}; it must be one of {modes}.")
+        required = f"one of {', '.join(FALLBACK_MODES)}"
+        fail("CSA_DISPATCH_FALLBACK", repr(fallback), required, "Unset it for warn.")
     check = os.environ.get("CSA_DISPATCH_CHECK_VALUES") or "0"
     if check not in ("0", "1"):
-        raise ValueError(f"CSA_DISPATCH_CHECK_VALUES is {check!r}; it must be 0 or 1.")
+        fail("CSA_DISPATCH_CHECK_VALUES", repr(check), "0 or 1", "Unset it for 0.")
     return Settings(
         backend=os.environ.get("CSA_DISPATCH_BACKEND") or None,
         backward_backend=os.environ.get("CSA_DISPATCH_BACKWARD_BACKEND") or None,

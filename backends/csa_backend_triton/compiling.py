@@ -62,7 +62,7 @@ def meta_call(spec: CallSpec) -> Call:
 def compile_spec(spec: CallSpec, *, portable: bool = False) -> Compilation:
     """Compile what ``spec`` launches, or would launch if there were only ``portable`` kernels."""
     if spec.capability is None:
-        raise ValueError("capability is None, expected a CUDA compute capability such as 90")
+        fail("capability", None, "a CUDA compute capability", "Pass 90 for an H100, say.")
     # No kernels but the portable ones take calls that no CUDA device will run.
     chosen = spec._replace(capability=None) if portable else spec
     with compile_only(spec.capability) as session:

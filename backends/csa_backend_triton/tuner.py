@@ -22,6 +22,7 @@ from csa_dispatch.bench.timing import clock_for, spread, time_interleaved
 from csa_dispatch.call import Call, Kind, token_bounds
 from csa_dispatch.call_spec import CallSpec, check_spec, device_capability
 from csa_dispatch.parity.files import check_writable, write_atomically
+from csa_dispatch.validation import fail
 
 from .compiling import compile_spec, meta_call
 from .portable_backward import backward
@@ -132,7 +133,8 @@ def tune(spec: CallSpec) -> list[tuple[Place, Entry]]:
     """
     check_spec(spec)
     if spec.dtype == "float32":
-        raise ValueError("dtype is 'float32'; it must be bfloat16 or float16: fp32 has one tile.")
+        remedy = "There is nothing to tune: fp32 has one tile."
+        fail("dtype", "'float32'", "bfloat16 or float16", remedy)
     if not torch.cuda.is_available():
         raise RuntimeError("tuning measures on a GPU, and torch sees none.")
     capability = device_capability(torch.device("cuda", torch.cuda.current_device()))
@@ -213,7 +215,9 @@ def load_tiles(path: str) -> int:
             entry_at(place)
             found.append((place, tuple(sizes)))
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not tiles of csa_backend_triton: {error!r}") from None
+        raise ValueError(
+            f"{path}: not tiles of csa_backend_triton: {error!r}; tune again with this version."
+        ) from None
     for place, entry in found:
         put(place, entry)
     return len(found)

@@ -48,7 +48,7 @@ def run_suite(
     names = _names(suite, backends)
     device = device or suite.device
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, but torch finds no CUDA device here")
+        raise ValueError("device is cuda, but torch finds none here; pass --device cpu")
     cases = _cases(suite, text, directions)
     index = torch.cuda.current_device() if device == "cuda" else 0
     place = torch.device(device, index)
@@ -95,5 +95,5 @@ def _cases(suite: Suite, text: str, directions: Sequence[str]) -> list[BenchCase
         if kept and text.lower() in case.name.lower():
             found.append(replace(case, directions=kept))
     if not found:
-        raise ValueError(f"{suite.path}: no case to run (filter {text!r})")
+        raise ValueError(f"{suite.path}: no case to run (filter {text!r}); widen it")
     return found

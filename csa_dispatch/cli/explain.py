@@ -143,12 +143,13 @@ def _spec(operation: str, given: dict[str, Any]) -> AnySpec:
         ValueError: no such operation, or an option that it does not have.
     """
     if operation not in SPECS:
-        raise ValueError(f"operation is {operation!r}; known: {', '.join(SPECS)}")
+        required = f"one of {', '.join(SPECS)}"
+        fail("--operation", repr(operation), required, "Leave it out for attention.")
     fields = SPECS[operation]._fields
     known = [*fields, "grad"] if "needs_grad" in fields else fields
     if foreign := [name for name in given if name not in known]:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
-        raise ValueError(f"{operation} has no {names}")
+        raise ValueError(f"{operation} has no {names}. Leave it out, or name another --operation.")
     grad = given.pop("grad", True)
     if operation == "attention":
         return _attention_spec(given, grad)

@@ -14,6 +14,8 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from csa_dispatch.validation import fail
+
 Group = dist.ProcessGroup | DeviceMesh | None
 """A process group, a one-dimensional device mesh, or None for all processes."""
 
@@ -53,7 +55,8 @@ def process_group(group: Group) -> dist.ProcessGroup:
         )
     if not isinstance(group, dist.ProcessGroup):
         kind = type(group).__name__
-        raise TypeError(f"group is a {kind}; it must be a ProcessGroup, a DeviceMesh or None.")
+        remedy = "None is all processes; torch.distributed.new_group(ranks) makes others."
+        fail("group", f"a {kind}", "a ProcessGroup, a DeviceMesh or None", remedy, TypeError)
     return group
 
 

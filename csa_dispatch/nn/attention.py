@@ -283,9 +283,11 @@ def _check_cached_call(cache: object, cu_seqlens: Tensor | None, return_record: 
         kind = type(cache).__name__
         fail("cache", f"a {kind}", "a LayerCache or None", "See LayerCache.", TypeError)
     if cu_seqlens is not None:
-        raise ValueError("cu_seqlens is given with a cache; it must be None: one document a row.")
+        remedy = "Pass each document as a row of the batch."
+        fail("cu_seqlens", "given with a cache", "None: one document a row", remedy)
     if return_record:
-        raise ValueError("return_record is True with a cache; a cache keeps no graph to train.")
+        remedy = "Leave the cache out to train."
+        fail("return_record", "True with a cache", "False: it keeps no graph", remedy)
     if torch.is_grad_enabled():
         raise ValueError(
             "gradients are enabled with a cache, which keeps none. Use torch.no_grad()."

@@ -62,7 +62,10 @@ class LayerRecord(NamedTuple):
         """
         call, indexer = self.call, self.indexer
         if indexer is None or call.sparse_kv is None:
-            raise ValueError("the layer has no indexer; it must have one to have its loss.")
+            raise ValueError(
+                "the layer has no indexer; it must have one to have its loss. "
+                "Skip layers whose record.indexer is None."
+            )
         picks, lse, window_lse = call.kv_indices, self.lse, None
         if every_entry and picks is not None:
             # The denominator of lse lacks the entries that were not picked.

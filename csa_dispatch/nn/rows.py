@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..validation import fail
+
 
 class Rows(NamedTuple):
     """How ``[N, C]`` rows of tokens lie in ``[B, T, C]``.
@@ -55,16 +57,14 @@ class Tokens(NamedTuple):
 def rows_of(hidden_states: Tensor, layout: str) -> tuple[Tensor, Rows]:
     """Rows ``[N, C]`` of ``[B, T, C]`` (BSHD) or ``[T, B, C]`` (SBHD), and how they lie."""
     if layout not in ("BSHD", "SBHD"):
-        raise ValueError(f"layout is {layout!r}; it must be 'BSHD' or 'SBHD'.")
+        fail("layout", repr(layout), "'BSHD' or 'SBHD'", "Transpose hidden_states to one of them.")
     if not isinstance(hidden_states, Tensor):
-        raise TypeError(
-            f"hidden_states is a {type(hidden_states).__name__}; it must be a torch.Tensor."
-        )
+        kind = f"a {type(hidden_states).__name__}"
+        fail("hidden_states", kind, "a torch.Tensor", "Convert it first.", TypeError)
     if hidden_states.ndim != 3:
-        raise ValueError(
-            f"hidden_states is of shape {list(hidden_states.shape)}; it must be of three "
-            "dimensions, batch, tokens and channels in the layout's order."
-        )
+        actual = f"of shape {list(hidden_states.shape)}"
+        required = "of three dimensions, batch, tokens and channels in the layout's order"
+        fail("hidden_states", actual, required, "Add a batch of 1 with unsqueeze.")
     first, second, _ = hidden_states.shape
     sizes = (second, first, True) if layout == "SBHD" else (first, second, False)
     return hidden_states.flatten(0, 1), Rows(*sizes)

@@ -61,7 +61,9 @@ def run_matrix(
     total = sum(len(work.cells) for work in works)
     if not total:
         chosen = f"filter {text!r}" + (f", part {number}/{parts}" if parts > 1 else "")
-        raise ValueError(f"{matrix.path}: no cell to run on {selection.device} ({chosen})")
+        raise ValueError(
+            f"{matrix.path}: no cell to run on {selection.device} ({chosen}); widen the filter"
+        )
     needed = frozenset(required)
     reports: list[CellReport] = []
     faults: list[str] = []

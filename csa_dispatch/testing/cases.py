@@ -16,6 +16,7 @@ from torch import Tensor
 
 from csa_dispatch.call import Call, Kind
 from csa_dispatch.call_spec import GRADIENT_INPUTS, CallSpec, stride_class
+from csa_dispatch.validation import fail
 
 from .documents import draw_doc_ids, draw_indices, draw_offsets, split_pool
 from .memory import place
@@ -74,11 +75,19 @@ class Case:
 
     def __post_init__(self) -> None:
         if min(self.batch, self.heads, self.kv_heads, self.tokens, self.head_dim) < 1:
-            raise ValueError("batch, heads, kv_heads, tokens and head_dim must be positive")
+            sizes = "batch, heads, kv_heads, tokens and head_dim"
+            raise ValueError(f"{sizes} must be positive. Leave one out for its default.")
         if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
-        if self.content not in CONTENTS or self.memory not in MEMORY:
-            raise ValueError(f"unknown content {self.content!r} or memory {self.memory!r}")
+            required = f"a divisor of heads, {self.heads}"
+            fail("kv_heads", self.kv_heads, required, "Leave it out for one shared head.")
+        for name, value, words in (
+            ("content", self.content, CONTENTS),
+            ("memory", self.memory, MEMORY),
+        ):
+            if value not in words:
+                default = type(self).__dataclass_fields__[name].default
+                remedy = f"Leave it out for {default}."
+                fail(name, repr(value), f"one of {', '.join(words)}", remedy)
         kind = Kind(self.kind)
         query, local, pool, sink = self.needs_grad
         pool, sink = pool and kind is not Kind.WINDOW, sink and self.sink != "none"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from csa_dispatch.backend import Availability, Backend
+from csa_dispatch.validation import fail
 
 from .check import innermost
 from .conformance_checks import AVAILABILITY, CHECKS, Check
@@ -54,13 +55,15 @@ def check_backend(
         ValueError: an unknown level or check, or a device that is not here.
     """
     if not isinstance(backend, Backend):
-        raise TypeError(f"backend is a {type(backend).__name__}; it must be a Backend instance.")
+        actual, remedy = f"a {type(backend).__name__}", "Pass an instance of your class."
+        fail("backend", actual, "a Backend instance", remedy, TypeError)
     if level not in LEVELS:
-        raise ValueError(f"level is {level!r}; it must be {' or '.join(LEVELS)}")
+        fail("level", repr(level), " or ".join(LEVELS), f"Leave it out for {LEVELS[0]}.")
     wanted = CHECK_NAMES if checks is None else tuple(checks)
     unknown = [name for name in wanted if name not in CHECK_NAMES]
     if unknown:
-        raise ValueError(f"checks {unknown} are unknown; known: {', '.join(CHECK_NAMES)}")
+        required = f"some of {', '.join(CHECK_NAMES)}"
+        fail("checks", unknown, required, "Leave it out for all of them.")
     where = _device(device)
     kit = _kit(backend, where, level)
     results: list[CheckResult] = []
@@ -86,7 +89,8 @@ def _device(device: str | torch.device) -> torch.device:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device is {device}, but torch finds none here") from error
+        text = f"device is {device}, but torch finds none here. Pass 'cpu', say."
+        raise ValueError(text) from error
     return torch.device(device)
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from csa_dispatch.call import Kind
 from csa_dispatch.call_spec import CallSpec
 from csa_dispatch.capabilities import ANY, Allowed, Capabilities
+from csa_dispatch.validation import fail
 
 from .cases import CONTENTS, Case
 
@@ -81,11 +82,12 @@ def cases_for(
         Cases with consecutive seeds; empty when nothing is claimed on that device.
     """
     if strength not in (1, 2):
-        raise ValueError(f"strength is {strength}, expected 1 or 2")
+        fail("strength", strength, "1 or 2", "2 crosses every two axes.")
     chosen = {**AXES, **{name: tuple(values) for name, values in (axes or {}).items()}}
     unknown = sorted(set(chosen) - {field.name for field in dataclasses.fields(Case)})
     if unknown:
-        raise ValueError(f"axes {unknown} are not fields of a Case")
+        remedy = "Name the fields to vary, as tokens or dtype."
+        fail("axes", unknown, "fields of a Case", remedy)
     if backward is None:
         chosen["needs_grad"] = ((False, False, False, False),)
     fixed = frozenset(axes or {})

@@ -138,7 +138,7 @@ def test_policies_have_rules_of_the_operation() -> None:
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"operation": "indexer"}, "operation is 'indexer'; known: attention"),
+        ({"operation": "indexer"}, "operation is 'indexer'; it must be one of attention"),
         (
             {"operation": "lightning_indexer", "when": {"kv_heads": 1}},
             "kv_heads is not a field of IndexerSpec",

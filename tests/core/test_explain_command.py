@@ -94,7 +94,7 @@ def test_a_refusal_shows_its_reasons_and_exits_1():
         ("--kind gather --compress-ratio 4", "--compress-ratio is 4; it must be left out"),
         ("--compress-ratio 4", "--compress-ratio is 4; it must be left out with --kind gather"),
         ("--kind dense-compressed --slots 5", "--slots is 5; it must be left out"),
-        ("--operation indexer", "operation is 'indexer'; known: attention"),
+        ("--operation indexer", "operation is 'indexer'; it must be one of attention"),
     ],
 )
 def test_a_bad_option_is_named_and_exits_2(arguments: str, message: str):

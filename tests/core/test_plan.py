@@ -109,10 +109,10 @@ def test_nothing_of_the_policy_eligible_names_the_rule(registered: Any) -> None:
 @pytest.mark.parametrize("function", [explain, resolve])
 @pytest.mark.parametrize("query", [None, [1.0], "query"], ids=str)
 def test_what_is_no_query_is_refused_as_query(function: Any, query: Any) -> None:
-    with pytest.raises(TypeError, match=r"query is \w+; it must be a torch.Tensor or a CallSpec"):
+    with pytest.raises(TypeError, match=r"query is \w+; it must be a torch\.Tensor or a CallSpec"):
         function(query)
 
 
 def test_specs_of_other_operations_have_no_plans() -> None:
-    with pytest.raises(TypeError, match="query is IndexerSpec; it must be a torch.Tensor or a C"):
+    with pytest.raises(TypeError, match=r"query is IndexerSpec; it must be a torch\.Tensor"):
         resolve(IndexerSpec())  # pyright: ignore[reportArgumentType]

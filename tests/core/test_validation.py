@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
+import traceback
 from typing import Any
 
 import pytest
 import torch
 
 import csa_dispatch
-from csa_dispatch import attention, record_receipts
+from csa_dispatch import attention, record_receipts, validation
 from tests.core.probes import inputs
 
 
@@ -41,7 +45,18 @@ def arguments(**changes: Any) -> dict[str, Any]:
     return made
 
 
+def check_form(message: str) -> None:
+    """A message has an argument of the function, what it is, what it must be and a remedy."""
+    found = re.fullmatch(r"(\w+) is (\S.*); it must be (\S.*?)\. (\S.*[.?])", message)
+    assert found, f"no argument, actual, required and remedy: {message}"
+    argument, _, _, remedy = found.groups()
+    assert argument in inspect.signature(attention).parameters
+    assert len(remedy.split()) > 1, f"no remedy: {message}"
+
+
 OFFSETS = torch.tensor([0, 4, 8], dtype=torch.int32)
+HUGE = torch.empty(1, 1, 1, 1, device="meta").expand(1, 1, 2**31, 1)
+NOTHING = dict.fromkeys(("sparse_kv", "kv_indices", "attention_sink"))
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "window bool": ({"sliding_window_size": True}, TypeError, "sliding_window_size is True"),
@@ -138,7 +153,73 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "sparse tensor": ({"local_kv": torch.eye(4).to_sparse()}, ValueError, "local_kv is of layout"),
     "backend": ({"backend": "eagre"}, ValueError, "Did you mean 'eager'"),
+    "backend unknown": ({"backend": "nothing like it"}, ValueError, "backend is 'nothing"),
     "backend type": ({"backend": 3}, TypeError, "backend is 3"),
+    "backward type": ({"backward_backend": 3}, TypeError, "backward_backend is 3"),
+    "ratio float": ({"kv_indices": None, "compress_ratio": 4.0}, TypeError, "compress_ratio is 4"),
+    "ratio alone": (
+        {"kv_indices": None, "sparse_kv": None, "compress_ratio": 4},
+        ValueError,
+        "compress_ratio is given without sparse_kv; it must be None then",
+    ),
+    "check_values": ({"check_values": 1}, TypeError, "check_values is 1"),
+    "return_lse": ({"return_lse": "yes"}, TypeError, "return_lse is 'yes'"),
+}
+
+BAD_BHSD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "layout": ({"layout": "bhsd"}, ValueError, "layout is 'bhsd'"),
+    "query dims": ({"query": torch.ones(4, 8, 16)}, ValueError, "query is of shape"),
+    "query ints": ({"query": torch.ones(1, 4, 8, 16).int()}, TypeError, "query is torch.int32"),
+    "query complex": (
+        {"query": torch.ones(1, 4, 8, 16, dtype=torch.complex64)},
+        TypeError,
+        "query is torch.complex64",
+    ),
+    "query empty": ({"query": torch.ones(1, 4, 0, 16)}, ValueError, "query is of shape"),
+    "query tokens": (
+        {**NOTHING, "query": HUGE, "local_kv": HUGE},
+        ValueError,
+        "query is of 2147483648 tokens",
+    ),
+    "local dims": ({"local_kv": torch.ones(1, 8, 16)}, ValueError, r"local_kv.unsqueeze\(1\)"),
+    "local dtype": ({"local_kv": torch.ones(1, 1, 8, 16).half()}, ValueError, "local_kv is torch"),
+    "local rows": (
+        {"local_kv": torch.ones(1, 1, 9, 16)},
+        ValueError,
+        "local_kv is of shape.*attention_with_past",
+    ),
+    "local heads": (
+        {"local_kv": torch.ones(1, 3, 8, 16), "sparse_kv": torch.ones(1, 3, 6, 16)},
+        ValueError,
+        "divides query's 4 heads",
+    ),
+    "no local heads": ({"local_kv": torch.ones(1, 0, 8, 16)}, ValueError, "local_kv is of 0 KV"),
+    "sparse channels": (
+        {"sparse_kv": torch.ones(1, 1, 6, 8)},
+        ValueError,
+        "sparse_kv is of shape",
+    ),
+    "sparse heads": (
+        {"local_kv": torch.ones(1, 4, 8, 16)},
+        ValueError,
+        "sparse_kv is of 1 KV heads; it must be of 4",
+    ),
+    "sparse rows": (
+        {
+            **NOTHING,
+            "query": HUGE[:, :, :1],
+            "local_kv": HUGE[:, :, :1],
+            "sparse_kv": HUGE,
+            "compress_ratio": 4,
+        },
+        ValueError,
+        "sparse_kv is of 2147483648 rows",
+    ),
+    "packed batch": (
+        {**inputs(batch=2)._asdict(), "cu_seqlens": OFFSETS, "cu_seqlens_k": OFFSETS},
+        ValueError,
+        "batch size 2.*doc_ids",
+    ),
 }
 
 
@@ -154,9 +235,44 @@ def test_bad_argument_is_named_in_every_layout(name: str, layout: str) -> None:
     moved = to_layout(layout, **{k: v for k, v in tensors.items() if k not in keep_shape})
     if layout == "THD" and "doc_ids" in keep_shape:
         moved["doc_ids"] = tensors["doc_ids"][0]
-    with record_receipts() as receipts, pytest.raises(error, match=message):
+    with record_receipts() as receipts, pytest.raises(error, match=message) as caught:
         attention(**{**made, **moved}, layout=layout)
     assert receipts == []
+    check_form(str(caught.value))
+
+
+@pytest.mark.parametrize("name", BAD_BHSD)
+def test_bad_argument_is_named_with_a_remedy(name: str) -> None:
+    changes, error, message = BAD_BHSD[name]
+    with record_receipts() as receipts, pytest.raises(error, match=message) as caught:
+        attention(**arguments(**changes))
+    assert receipts == []
+    check_form(str(caught.value))
+
+
+def failed_at(error: BaseException) -> int | None:
+    """The line of validation.py whose ``fail()`` raised ``error``."""
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == validation.__file__]
+    return lines[-2] if len(lines) > 1 else None  # the last is fail()'s own
+
+
+def test_every_check_has_a_case_in_the_tables() -> None:
+    tree = ast.parse(inspect.getsource(validation))
+    lines = {
+        call.lineno: ast.unparse(call)
+        for function in tree.body
+        # That DTensors and plain tensors do not mix is tested where there are process groups.
+        if isinstance(function, ast.FunctionDef) and function.name != "_mixed"
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "fail"
+    }
+    assert len(lines) > 30
+    for changes, *_ in (*BAD.values(), *BAD_BHSD.values()):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            attention(**arguments(**changes))
+        lines.pop(failed_at(caught.value), None)
+    assert not lines
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -170,27 +286,6 @@ def test_unknown_layout_is_named() -> None:
     for layout in ("bhsd", "", None, ["BHSD"]):
         with pytest.raises(ValueError, match="layout is"):
             attention(**arguments(), layout=layout)
-
-
-def test_packed_batch_is_refused_with_a_remedy() -> None:
-    made = inputs(batch=2)._asdict()
-    with pytest.raises(ValueError, match=r"batch size 2.*doc_ids"):
-        attention(**made, cu_seqlens=OFFSETS, cu_seqlens_k=OFFSETS)
-
-
-@pytest.mark.parametrize("groups", [3, 0])
-def test_kv_heads_must_divide_heads(groups: int) -> None:
-    made = arguments(
-        local_kv=torch.randn(1, groups, 8, 16), sparse_kv=torch.randn(1, groups, 6, 16)
-    )
-    with pytest.raises(ValueError, match="divides query's 4 heads"):
-        attention(**made)
-
-
-def test_pool_heads_must_match_local_heads() -> None:
-    made = arguments(local_kv=torch.randn(1, 4, 8, 16))
-    with pytest.raises(ValueError, match="sparse_kv is of 1 KV heads"):
-        attention(**made)
 
 
 def test_bad_argument_cannot_ride_on_a_good_ones_cache_entry() -> None:
@@ -237,8 +332,9 @@ def test_check_values_reads_offsets_and_indices(name: str, how: str, environment
         made[key] = made[key].to(torch.int32)
     if how == "environment":
         environment("CSA_DISPATCH_CHECK_VALUES", "1")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         attention(**made, check_values=True if how == "argument" else None)
+    check_form(str(caught.value))
 
 
 @pytest.mark.parametrize("value", ["yes", 1, torch.tensor(True)])

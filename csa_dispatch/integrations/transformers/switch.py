@@ -46,10 +46,10 @@ def enable(model: Model) -> Model:
     modeling = v4_modeling()
     layers = [part for part in model.modules() if isinstance(part, modeling.DeepseekV4Attention)]
     if not layers:
-        raise ValueError(
-            f"model is a {type(model).__name__}; it must be a transformers DeepSeek-V4 model "
-            f"(with {modeling.DeepseekV4Attention.__name__} layers)."
-        )
+        layer = modeling.DeepseekV4Attention.__name__
+        required = f"a transformers DeepSeek-V4 model (with {layer} layers)"
+        remedy = "Pass it as from_pretrained() or from_config() makes it."
+        fail("model", f"a {type(model).__name__}", required, remedy)
     for layer in layers:
         check_layer(layer)
     for layer in layers:
