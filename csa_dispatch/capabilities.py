@@ -87,7 +87,7 @@ class Between:
             fail("Between's high", self.high, f"at least low, {self.low}", "Swap or mend the two.")
         if self.high // self.multiple_of * self.multiple_of < self.low:
             span = f"{self.low} to {self.high}"
-            required = f"of bounds that hold a multiple of {self.multiple_of}"
+            required = f"a span that holds a multiple of {self.multiple_of}"
             fail("Between", span, required, "Widen the bounds.")
 
     def __contains__(self, value: object) -> bool:

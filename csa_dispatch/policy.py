@@ -118,7 +118,9 @@ def _allowed(where: str, operation: str, field: str, value: object) -> Allowed:
         return Between(value.get("min", 0), value.get("max"), value.get("multiple_of", 1))
     values = value if isinstance(value, list) else [value]
     if not values:
-        fail(f"{where}: when.{field}", "[]", "of one value or more", "Leave it out for any.")
+        fail(
+            f"{where}: when.{field}", "[]", "a list of one value or more", "Leave it out for any."
+        )
     if field == "kind":
         try:
             return OneOf(tuple(Kind(item) for item in values))
@@ -137,7 +139,7 @@ def _check_span(key: str, span: Mapping[str, Any]) -> None:
     if high is not None and high < low:
         fail(f"{key}.max", high, f"at least min, {low}", "Swap or mend the two.")
     if high is not None and high // step * step < low:
-        required = f"of bounds that hold a multiple of {step}"
+        required = f"a span that holds a multiple of {step}"
         fail(key, f"{low} to {high}", required, "Widen the bounds.")
 
 
