@@ -57,6 +57,7 @@ def deterministic_on_blackwell(spec: CallSpec) -> Reason | None:
 
 _REMEDIES = (
     ("dtype", "cast to bfloat16, or use triton or eager"),
+    ("device_type", "use eager"),
     ("capability", "use triton"),
     ("heads", "use triton, or split the heads"),
     ("kv_heads", "use triton or eager"),

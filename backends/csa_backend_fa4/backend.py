@@ -33,6 +33,7 @@ FORWARD = Capabilities(
     predicates=(dense_slots_bounded,),
     remedies=(
         ("dtype", "cast to bfloat16, or use triton or eager"),
+        ("device_type", "use eager"),
         ("capability", "use triton"),
         ("heads", "split the heads, or use triton"),
         ("kv_heads", "use triton or eager"),

@@ -41,7 +41,12 @@ def _capabilities() -> Capabilities:
         heads=Between(1, 256),
         head_dim=Between(1, 576),
         predicates=(_compute_capability,),
-        remedies=(("device_type", "set TRITON_INTERPRET=1 before start"),),
+        remedies=(
+            ("dtype", "use eager"),
+            ("device_type", "set TRITON_INTERPRET=1 before start"),
+            ("heads", "split the heads, or use eager"),
+            ("head_dim", "use eager"),
+        ),
     )
 
 

@@ -41,7 +41,12 @@ def _capabilities() -> CompressorCapabilities:
         ),
         compress_ratio=Between(1, LARGEST_RATIO),
         predicates=(_compute_capability,),
-        remedies=(("device_type", "set TRITON_INTERPRET=1 before start"),),
+        remedies=(
+            ("dtype", "use eager"),
+            ("bias_dtype", "cast it to float32, or use eager"),
+            ("device_type", "set TRITON_INTERPRET=1 before start"),
+            ("compress_ratio", "use eager"),
+        ),
     )
 
 

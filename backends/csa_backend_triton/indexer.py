@@ -51,7 +51,11 @@ CAPABILITIES = IndexerCapabilities(
     ),
     head_dim=Between(1, 128),
     predicates=(_compute_capability,),
-    remedies=(("device_type", "set TRITON_INTERPRET=1 before start"),),
+    remedies=(
+        ("dtype", "use eager"),
+        ("device_type", "set TRITON_INTERPRET=1 before start"),
+        ("head_dim", "use eager"),
+    ),
 )
 
 

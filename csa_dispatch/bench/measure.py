@@ -142,7 +142,8 @@ class _CaseBench:
         if direction != "forward":
             claim = row.backend.backward_capabilities
             if claim is None:
-                found.append(Reason("needs_grad", "True", "no gradients: it has no backward", ""))
+                needed, remedy = "no gradients: it has no backward", "Time its forward."
+                found.append(Reason("needs_grad", "True", needed, remedy))
             else:
                 found += claim.reasons(spec_of(call, self._needs))
         return tuple(dict.fromkeys(found))

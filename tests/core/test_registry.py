@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import csa_dispatch
-from csa_dispatch import Availability, Backend, Capabilities
+from csa_dispatch import Availability, Backend, Capabilities, backends
+from csa_dispatch.operations import SPECS
 from tests.core.probes import WindowBackend
 
 GOOD = """
@@ -153,3 +154,18 @@ def test_backend_without_a_direction_says_so() -> None:
 
     with pytest.raises(NotImplementedError, match="'bare' has no forward"):
         Bare().forward(None)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("operation", SPECS)
+@pytest.mark.parametrize("name", ["eager", "triton", "attention_gym", "fa4", "cudnn", "flex"])
+def test_every_bound_of_our_backends_has_a_remedy(name: str, operation: str) -> None:
+    backend = backends()[name].backend
+    assert backend is not None
+    implementation = backend.implementation(operation)
+    if implementation is None:
+        return
+    for claims in (implementation.forward_capabilities, implementation.backward_capabilities):
+        if claims is not None:
+            bounds = claims.bounds().items()
+            breakable = {field for field, allowed in bounds if allowed.outside()}
+            assert breakable <= {field for field, _ in claims.remedies}
