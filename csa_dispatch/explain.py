@@ -117,7 +117,8 @@ def _check_arguments(
     try:
         inspect.signature(function).bind(*positional, **arguments)
     except TypeError as error:
-        raise TypeError(f"{name}(): {error}.") from None
+        called = "attention" if function is describe_call else getattr(function, "__name__", "it")
+        raise TypeError(f"{name}(): {error}. Pass the arguments of {called}().") from None
 
 
 def explain(

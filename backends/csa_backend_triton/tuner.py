@@ -136,7 +136,9 @@ def tune(spec: CallSpec) -> list[tuple[Place, Entry]]:
         remedy = "There is nothing to tune: fp32 has one tile."
         fail("dtype", "'float32'", "bfloat16 or float16", remedy)
     if not torch.cuda.is_available():
-        raise RuntimeError("tuning measures on a GPU, and torch sees none.")
+        raise RuntimeError(
+            "tuning measures on a GPU, and torch sees none; run it on that machine."
+        )
     capability = device_capability(torch.device("cuda", torch.cuda.current_device()))
     spec = spec._replace(device_type="cuda", capability=capability)
     call = random_call(spec)

@@ -29,7 +29,9 @@ def write_png(run: BenchRun, path: str | Path) -> None:
 
     timed = [row for row in run.rows if row.samples and row.work is not None]
     if not timed:
-        raise ValueError(f"{path}: nothing was timed, so there is nothing to draw")
+        raise ValueError(
+            f"{path}: nothing was timed, so there is nothing to draw; measure it anew"
+        )
     series = _series(timed)
     figure = Figure(figsize=(15 if series else 8, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
