@@ -137,7 +137,7 @@ def tune(spec: CallSpec) -> list[tuple[Place, Entry]]:
         fail("dtype", "'float32'", "bfloat16 or float16", remedy)
     if not torch.cuda.is_available():
         raise RuntimeError(
-            "tuning measures on a GPU, and torch sees none; run it on that machine."
+            "tuning measures on a GPU, and torch sees none; run it where the calls will run."
         )
     capability = device_capability(torch.device("cuda", torch.cuda.current_device()))
     spec = spec._replace(device_type="cuda", capability=capability)

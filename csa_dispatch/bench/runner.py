@@ -48,7 +48,7 @@ def run_suite(
     names = _names(suite, backends)
     device = device or suite.device
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, but torch finds none here; pass --device cpu")
+        raise ValueError("device is cuda, but torch finds no CUDA device here; pass --device cpu")
     cases = _cases(suite, text, directions)
     index = torch.cuda.current_device() if device == "cuda" else 0
     place = torch.device(device, index)
