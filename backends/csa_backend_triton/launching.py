@@ -158,7 +158,7 @@ def _start(
             compiled[sizes](*arguments, *ready.constants)
         else:
             # What that does (Triton 3.6 to 3.9), without the telling of hooks.
-            stream = driver.active.get_current_stream(device)
+            stream = driver.active.get_current_stream(device)  # pyright: ignore
             handles = stream, compiled.function, compiled.packed_metadata
             compiled.run(*sizes, *handles, None, None, None, *arguments, *ready.constants)
         return
