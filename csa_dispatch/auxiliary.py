@@ -40,6 +40,8 @@ def describer(function: Callable[..., Any]) -> Callable[..., Spec]:
     Raises:
         TypeError: it is no operation's function.
     """
+    from . import functional  # noqa: F401 - its functions register here
+
     found = _describers.get(function)
     if found is None:
         known = ", ".join(item.__name__ for item in _describers)

@@ -90,12 +90,18 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 CHOICE_REMEDIES = {
     **dict.fromkeys(("dtype", "weights_dtype", "bias_dtype"), "Name it as torch does: bfloat16."),
-    "sink": 'Name its dtype, as "float32", or leave it out for none.',
+    "sink": 'Name its dtype, as "float32", or pass "none".',
     "index_dtype": "Leave it out for int32.",
     "documents": "Leave it out when none are packed.",
     "strides": 'Leave it out for tensors as torch.empty() makes them, "aligned".',
 }
 """What to do about a field that is none of its words."""
+
+LEAST = {
+    **dict.fromkeys(("batch", "heads", "kv_heads", "tokens", "head_dim"), 1),
+    **dict.fromkeys(("pool", "slots", "window", "compress_ratio"), 0),
+}
+"""Fields of a CallSpec that are whole numbers, and the least that each can be."""
 
 ABSENT: dict[Kind, dict[str, tuple[object, str]]] = {
     Kind.WINDOW: {
@@ -136,26 +142,25 @@ def check_device_fields(spec: Any) -> None:
             fail(field, repr(value), "a bool", "Pass True or False.", TypeError)
 
 
-def check_spec(spec: CallSpec) -> None:
-    """Refuse a hand-made CallSpec that describes no call ``attention()`` would take.
+def check_spec(spec: CallSpec) -> CallSpec:
+    """A hand-made CallSpec as ``spec_of`` would give it; one of no call is refused.
 
-    A field that the spec's kind lacks is 0 or "none", or left at its default.
+    Fields that its kind lacks may be left at their defaults; they become 0 or "none". The kind may
+    be a Kind's value.
 
     Raises:
         TypeError: a field of the wrong type.
         ValueError: a field out of its range, or two that contradict each other.
     """
-    if spec.kind not in list(Kind):
+    if not isinstance(spec.kind, str) or spec.kind not in list(Kind):
         required = f"one of {', '.join(kind.value for kind in Kind)}"
         fail("kind", repr(spec.kind), required, "Name one in full, as Kind.DENSE is.")
     for field, allowed in CHOICES.items():
         value = getattr(spec, field)
-        if value not in allowed:
+        if not isinstance(value, str) or value not in allowed:
             fail(field, repr(value), f"one of {', '.join(allowed)}", CHOICE_REMEDIES[field])
-    least: dict[str, int] = dict.fromkeys(("batch", "heads", "kv_heads", "tokens", "head_dim"), 1)
-    least |= dict.fromkeys(("pool", "slots", "window"), 0)
-    least["compress_ratio"] = int(spec.kind is Kind.DENSE)
-    for field, smallest in least.items():
+    spec = spec._replace(kind=Kind(spec.kind))
+    for field, smallest in {**LEAST, "compress_ratio": int(spec.kind is Kind.DENSE)}.items():
         value = getattr(spec, field)
         if isinstance(value, bool) or not isinstance(value, int):
             fail(field, repr(value), "an int", f"Pass int({field}).", TypeError)
@@ -167,9 +172,8 @@ def check_spec(spec: CallSpec) -> None:
     for field, (value, remedy) in ABSENT[spec.kind].items():
         found = getattr(spec, field)
         if found not in (value, spec._field_defaults[field]):
-            kind = Kind(spec.kind).value
-            fail(field, repr(found), f"{value} for kind {kind}", remedy)
-    if spec.kind == Kind.GATHER and spec.index_dtype == "none":
+            fail(field, repr(found), f"{value} for kind {spec.kind.value}", remedy)
+    if spec.kind is Kind.GATHER and spec.index_dtype == "none":
         fail("index_dtype", "'none'", "int32 or int64 for kind gather", "Leave it out for int32.")
     needs = spec.needs_grad
     if not isinstance(needs, tuple) or [type(item) for item in needs] != [bool] * 4:
@@ -180,6 +184,7 @@ def check_spec(spec: CallSpec) -> None:
         fail("kv_heads", spec.kv_heads, required, "Leave it out for one shared head.")
     if spec.documents == "cu_seqlens" and spec.batch != 1:
         fail("batch", spec.batch, "1 with cu_seqlens", "Pack the batch, or use doc_ids.")
+    return spec._replace(**{field: value for field, (value, _) in ABSENT[spec.kind].items()})
 
 
 @lru_cache(maxsize=64)

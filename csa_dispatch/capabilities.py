@@ -37,10 +37,20 @@ class Allowed(Protocol):
 
 @dataclass(frozen=True)
 class OneOf:
-    """A finite set of values; ``others`` are known values outside it."""
+    """A finite set of values; ``others`` are known values outside it.
+
+    Raises:
+        TypeError: values that are no tuple.
+    """
 
     values: tuple[object, ...]
     others: tuple[object, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in (("values", self.values), ("others", self.others)):
+            if not isinstance(value, tuple):
+                remedy = "Write (value,) for one."
+                fail(f"OneOf's {name}", repr(value), "a tuple", remedy, TypeError)
 
     def __contains__(self, value: object) -> bool:
         return value in self.values
@@ -150,10 +160,19 @@ class Claims:
     ``remedies`` maps a field to advice shown in its Reason. ``predicates`` are small named
     functions for constraints that combine fields; each has a docstring that states the
     constraint, used in the support table.
+
+    Raises:
+        TypeError: a field that is no set of values.
     """
 
     predicates: tuple[Predicate, ...] = ()
     remedies: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, allowed in self.bounds().items():
+            if not isinstance(allowed, Allowed):
+                remedy = "Write OneOf((value,)) for one value."
+                fail(name, repr(allowed), "OneOf, Between or the like", remedy, TypeError)
 
     def bounds(self) -> dict[str, Allowed]:
         """The fields this statement bounds, in the order of the class."""

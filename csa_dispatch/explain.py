@@ -14,7 +14,7 @@ from .autograd import needs_of
 from .auxiliary import describer
 from .call_spec import CallSpec, spec_of
 from .forcing import forced_for, traced_arguments
-from .operations import SPECS, check_any_spec
+from .operations import SPECS, AnySpec, check_any_spec
 from .policy import current_policy
 from .prepared import Arguments, autocast_arguments, checked_call, is_plain
 from .routing import Decision, decide
@@ -22,7 +22,7 @@ from .settings import settings
 from .spec import Spec
 from .tracing import constant_when_traced
 from .transforms import any_autocast
-from .validation import fail
+from .validation import check_flag, fail
 
 
 def parse_device(device: str) -> tuple[str, int | None]:
@@ -103,8 +103,28 @@ def describe(
     if not isinstance(query, Tensor):
         remedy = f"Pass {name}() the arguments of attention()."
         fail("query", type(query).__name__, "a torch.Tensor or a CallSpec", remedy, TypeError)
+    # attention() has these too; what runs does not depend on them.
+    for flag in ("return_lse", "check_values"):
+        check_flag(flag, arguments.pop(flag, None))
     _check_arguments(name, describe_call, (query, *tensors), arguments)
     return describe_call(query, *tensors, **arguments)  # pyright: ignore
+
+
+def checked_spec(
+    name: str, spec: AnySpec, tensors: tuple[object, ...], arguments: dict[str, object]
+) -> AnySpec:
+    """A spec built by hand, given to the function ``name`` alone.
+
+    Raises:
+        TypeError, ValueError: it describes no call, or call arguments came with it.
+    """
+    if tensors or arguments:
+        extra = ", ".join(arguments) or "tensors"
+        raise TypeError(
+            f"{name}({type(spec).__name__}) takes no further call arguments; got {extra}. "
+            "Change the spec with its _replace()."
+        )
+    return check_any_spec(spec)
 
 
 def _check_arguments(
@@ -181,19 +201,9 @@ def _decided(
 def _spec_of(query: Any, tensors: tuple[Any, ...], arguments: dict[str, object]) -> Spec:
     """The spec of what ``explain`` was asked about."""
     if isinstance(query, tuple(SPECS.values())):
-        if tensors or arguments:
-            extra = ", ".join(arguments) or "tensors"
-            name = type(query).__name__
-            raise TypeError(
-                f"explain({name}) takes no further call arguments; got {extra}. "
-                "Change the spec with its _replace()."
-            )
-        check_any_spec(query)
-        return query
+        return checked_spec("explain", query, tensors, arguments)
     if callable(query) and not isinstance(query, Tensor):
         described = describer(query)
         _check_arguments("explain", query, tensors, arguments)
         return described(*tensors, **arguments)
-    arguments.pop("return_lse", None)
-    arguments.pop("check_values", None)
     return describe("explain", query, tensors, arguments)

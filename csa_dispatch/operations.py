@@ -22,22 +22,21 @@ _WORDS = {
 }
 
 
-def check_any_spec(spec: AnySpec) -> None:
-    """Refuse a hand-made spec that describes no call of its operation.
+def check_any_spec(spec: AnySpec) -> AnySpec:
+    """A hand-made spec as its operation's calls have it; one of no call is refused.
 
     Raises:
         TypeError: a field of the wrong type.
         ValueError: a field out of its range, or two that contradict each other.
     """
     if isinstance(spec, CallSpec):
-        check_spec(spec)
-        return
+        return check_spec(spec)
     for field, default in type(spec)._field_defaults.items():
         value = getattr(spec, field)
         if field in _WORDS:
-            if value not in _WORDS[field]:
-                required = f"one of {', '.join(_WORDS[field])}"
-                fail(field, repr(value), required, CHOICE_REMEDIES[field])
+            if not isinstance(value, str) or value not in _WORDS[field]:
+                known = [word for word in _WORDS[field] if word != "doc_ids"]
+                fail(field, repr(value), f"one of {', '.join(known)}", CHOICE_REMEDIES[field])
         elif type(default) in (int, bool) and type(value) is not type(default):
             kind = type(default).__name__
             fail(field, repr(value), f"of type {kind}", f"Pass {kind}({field}).", TypeError)
@@ -54,3 +53,4 @@ def check_any_spec(spec: AnySpec) -> None:
         fail("documents", repr("doc_ids"), required, "Pack them in a batch of 1, cu_seqlens.")
     if spec.documents == "cu_seqlens" and spec.batch != 1:
         fail("batch", spec.batch, "1 with cu_seqlens", "Pack the batch along the tokens.")
+    return spec

@@ -10,7 +10,7 @@ from torch import Tensor
 from .autograd import needs_of
 from .call import Kind
 from .call_spec import CallSpec, check_spec, spec_of
-from .explain import describe, explain
+from .explain import checked_spec, describe, explain
 from .layouts import LAYOUTS
 from .memo import Memo
 from .policy import Entry
@@ -32,7 +32,7 @@ from .runner import Runner
 from .settings import settings
 from .tracing import constant_when_traced
 from .transforms import any_autocast
-from .validation import check_flag
+from .validation import check_flag, fail
 from .value_checks import check_values as check_values_of
 
 
@@ -65,8 +65,16 @@ class Plan:
     _memo: Memo = field(default_factory=Memo, init=False, repr=False, compare=False)
 
     def verify(self, spec: CallSpec | None = None) -> tuple[Reason, ...]:
-        """Why this plan cannot run ``spec`` (its own by default) here; empty when it can."""
-        return entry_reasons(spec or self.spec, Entry(self.forward, self.backward))
+        """Why this plan cannot run ``spec`` (its own by default) here; empty when it can.
+
+        Raises:
+            TypeError, ValueError: ``spec`` is no CallSpec, or describes no call.
+        """
+        if spec is not None and not isinstance(spec, CallSpec):
+            remedy = "describe_call() makes one from the arguments of attention()."
+            fail("spec", f"a {type(spec).__name__}", "a CallSpec or None", remedy, TypeError)
+        asked = self.spec if spec is None else check_spec(spec)
+        return entry_reasons(asked, Entry(self.forward, self.backward))
 
     def __call__(
         self,
@@ -166,8 +174,12 @@ class Plan:
         """A plan from ``to_dict``'s data.
 
         Raises:
+            TypeError: it is no dict.
             ValueError: missing or unknown keys, or a value of the wrong type.
         """
+        if not isinstance(data, dict):
+            remedy = "Pass what Plan.to_dict() returned."
+            fail("data", f"a {type(data).__name__}", "a dict", remedy, TypeError)
         keys = ("spec", "forward", "backward", "policy", "why", "versions")
         lacking = [key for key in keys if key not in data]
         if lacking:
@@ -181,10 +193,10 @@ class Plan:
             spec["needs_grad"] = tuple(spec["needs_grad"])
             rest = {key: value for key, value in data.items() if key not in ("spec", "versions")}
             versions = tuple(dict(data["versions"]).items())
-            plan = Plan(spec=CallSpec(**spec), versions=versions, **rest)
-            check_spec(plan.spec)
+            plan = Plan(spec=check_spec(CallSpec(**spec)), versions=versions, **rest)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"plan data is malformed: {error}; resolve the plan anew.") from None
+            text = str(error).rstrip(".")
+            raise ValueError(f"plan data is malformed: {text}. Resolve the plan anew.") from None
         for name in ("forward", "backward", "policy", "why"):
             value = getattr(plan, name)
             if not isinstance(value, str):
@@ -211,7 +223,11 @@ def resolve(
         TypeError, ValueError: as ``attention()``.
         BackendRefused: nothing eligible, or the forced backend cannot run it; with Reasons.
     """
-    spec = query if isinstance(query, CallSpec) else describe("resolve", query, tensors, arguments)
+    spec: Any = query
+    if isinstance(query, CallSpec):
+        spec = checked_spec("resolve", query, tensors, arguments)
+    else:
+        spec = describe("resolve", query, tensors, arguments)
     decision = explain(spec, backend=backend, backward_backend=backward_backend)
     if decision.forward is None:
         raise BackendRefused(f"no plan: {decision.why}.", decision.refused())

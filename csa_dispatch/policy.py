@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .call import Kind
-from .call_spec import CHOICES
+from .call_spec import CHOICES, LEAST
 from .capabilities import Allowed, Between, OneOf
 from .operations import SPECS
 from .spec import Spec
@@ -85,7 +85,8 @@ class Policy(NamedTuple):
             if rule.matches(spec):
                 return position, rule
         raise ValueError(
-            f"policy {self.name!r} has no rule for {spec}; end it with one without when."
+            f"policy {self.name!r} has no rule that matches this call of {spec.operation} "
+            f"({spec.dtype} on {spec.device_type}); end it with one without when."
         )
 
 
@@ -102,7 +103,13 @@ def _allowed(where: str, operation: str, field: str, value: object) -> Allowed:
         required = f"one of {', '.join(spec._fields)}"
         remedy = "Name the rule's operation if the field is another's."
         fail(f"{where}: when.{field}", f"not a field of {spec.__name__}", required, remedy)
+    if field == "needs_grad":
+        remedy = 'Leave it out: an entry "a+b" is passed over when its backward cannot run.'
+        fail(f"{where}: when.{field}", repr(value), "no key of when", remedy)
     if isinstance(value, Mapping):
+        if _type_of(spec, field) is not int:
+            remedy = "Write one value, or a list of them."
+            fail(f"{where}: when.{field}", "a span", "of a field that is a number", remedy)
         unknown = set(value) - {"min", "max", "multiple_of"}
         if unknown:
             known = "min, max, multiple_of"
@@ -114,8 +121,10 @@ def _allowed(where: str, operation: str, field: str, value: object) -> Allowed:
             if isinstance(bound, bool) or not isinstance(bound, int):
                 remedy = "Leave it out for no bound."
                 fail(f"{where}: when.{field}.{key}", repr(bound), "an int", remedy)
-        _check_span(f"{where}: when.{field}", value)
-        return Between(value.get("min", 0), value.get("max"), value.get("multiple_of", 1))
+        least = LEAST.get(field, 0)
+        _check_span(f"{where}: when.{field}", value, least)
+        low, step = value.get("min", least), value.get("multiple_of", 1)
+        return Between(low, value.get("max"), step)
     values = value if isinstance(value, list) else [value]
     if not values:
         fail(
@@ -131,13 +140,22 @@ def _allowed(where: str, operation: str, field: str, value: object) -> Allowed:
     return OneOf(tuple(values))
 
 
-def _check_span(key: str, span: Mapping[str, Any]) -> None:
+def _type_of(spec: Any, field: str) -> type | None:
+    """The type of a field's values, where it is one that TOML has."""
+    kind = int if field == "capability" else type(spec._field_defaults.get(field))
+    return kind if kind in (int, str, bool) else None
+
+
+def _check_span(key: str, span: Mapping[str, Any], least: int) -> None:
     """Refuse bounds that no number meets: such a rule would silently match nothing."""
-    low, high, step = span.get("min", 0), span.get("max"), span.get("multiple_of", 1)
+    if not span:
+        fail(key, "{}", "a span of min, max or multiple_of", "Leave it out for any.")
+    low, high, step = span.get("min", least), span.get("max"), span.get("multiple_of", 1)
     if step < 1:
         fail(f"{key}.multiple_of", step, "1 or more", "Leave it out for any.")
-    if high is not None and high < low:
-        fail(f"{key}.max", high, f"at least min, {low}", "Swap or mend the two.")
+    if high is not None and high < max(low, least):
+        bound = f"min, {low}" if low > least else f"{least}, the least there is"
+        fail(f"{key}.max", high, f"at least {bound}", "Swap or mend the bounds.")
     if high is not None and high // step * step < low:
         required = f"a span that holds a multiple of {step}"
         fail(key, f"{low} to {high}", required, "Widen the bounds.")
@@ -149,14 +167,18 @@ _EXAMPLES = {int: "128", str: '"cuda"', bool: "true"}
 def _check_words(where: str, spec: Any, field: str, values: list[object]) -> None:
     """Refuse values that the field never has: such a rule would silently match nothing."""
     words = CHOICES.get(field)
-    kind = type(spec._field_defaults[field]) if field in spec._field_defaults else None
+    kind = _type_of(spec, field)
     for value in values:
         if words is not None and value not in words:
             remedy = "Leave the key out for any."
-            fail(f"{where}: when.{field}", repr(value), f"of {', '.join(words)}", remedy)
-        if kind in (int, str, bool) and type(value) is not kind:
-            remedy = f"Write it as {_EXAMPLES[kind]}."
+            fail(f"{where}: when.{field}", repr(value), f"one of {', '.join(words)}", remedy)
+        if kind is not None and type(value) is not kind:
+            example = "90, an H100's" if field == "capability" else _EXAMPLES[kind]
+            remedy = f"Write it as {example}."
             fail(f"{where}: when.{field}", repr(value), f"of type {kind.__name__}", remedy)
+        if type(value) is int and value < LEAST.get(field, 0):
+            remedy = "Leave the key out for any."
+            fail(f"{where}: when.{field}", value, f"{LEAST.get(field, 0)} or more", remedy)
 
 
 def _entry(where: str, text: object) -> Entry:
@@ -224,12 +246,19 @@ def load_policy(path: str | Path) -> Policy:
     """Read a policy file.
 
     Raises:
-        FileNotFoundError: no such file.
+        TypeError: it is no path.
+        OSError: the file cannot be read.
         ValueError: it is not valid TOML or not a valid policy.
     """
+    if not isinstance(path, (str, Path)):
+        remedy = "parse_policy() takes a dict."
+        fail("policy", repr(path), "a Policy or the path of a file", remedy, TypeError)
     path = Path(path)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        text = f"policy is {str(path)!r}; it must be a file that can be read ({error.strerror})."
+        raise type(error)(f"{text} Check the path.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from None
     return parse_policy(data, str(path))
@@ -243,8 +272,8 @@ def default_policy() -> Policy:
 
 
 def policy_about(operation: str, policy: Policy) -> Policy:
-    """``policy``, or the shipped one when it says nothing of an operation beside attention."""
-    if operation == "attention" or any(rule.operation == operation for rule in policy.rules):
+    """``policy``, or the shipped one when it says nothing of an operation."""
+    if any(rule.operation == operation for rule in policy.rules):
         return policy
     return default_policy()
 
@@ -253,11 +282,8 @@ def policy_about(operation: str, policy: Policy) -> Policy:
 def _load_from_environment(path: str) -> Policy:
     try:
         return load_policy(path)
-    except OSError as error:
-        message = f"CSA_DISPATCH_POLICY is {path!r}; it must be a policy file ({error.strerror})."
-        raise type(error)(message) from None
-    except ValueError as error:
-        raise ValueError(f"CSA_DISPATCH_POLICY: {error}") from None
+    except (OSError, ValueError) as error:
+        raise type(error)(f"CSA_DISPATCH_POLICY: {error}") from None
 
 
 _context: ContextVar[Policy | None] = ContextVar("csa_dispatch_policy", default=None)
@@ -278,7 +304,7 @@ def use_policy(policy: Policy | str | Path) -> Iterator[Policy]:
     """Route by ``policy`` (or the policy file at that path) inside the block.
 
     Raises:
-        FileNotFoundError, ValueError: as ``load_policy``.
+        TypeError, OSError, ValueError: as ``load_policy``.
     """
     loaded = policy if isinstance(policy, Policy) else load_policy(policy)
     token = _context.set(loaded)

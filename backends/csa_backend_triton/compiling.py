@@ -124,7 +124,7 @@ def _check_claimed(name: str, spec: object) -> None:
     if not isinstance(spec, CallSpec):
         remedy = "Only calls of attention() are compiled ahead."
         fail(name, f"a {type(spec).__name__}", "a CallSpec", remedy, TypeError)
-    check_spec(spec)
+    spec = check_spec(spec)
     if spec.capability is None:
         remedy = "Pass capability=90 for an H100, say."
         fail(f"{name}.capability", None, "this GPU's compute capability", remedy)

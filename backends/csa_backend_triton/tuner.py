@@ -131,7 +131,7 @@ def tune(spec: CallSpec) -> list[tuple[Place, Entry]]:
         ValueError: ``spec`` contradicts itself, or is fp32.
         RuntimeError: there is no GPU.
     """
-    check_spec(spec)
+    spec = check_spec(spec)
     if spec.dtype == "float32":
         remedy = "There is nothing to tune: fp32 has one tile."
         fail("dtype", "'float32'", "bfloat16 or float16", remedy)

@@ -13,6 +13,7 @@ from ..demo.corpus import CorpusError
 from ..demo.report import write_report
 from ..demo.run import run_demo
 from ..demo.train import TrainConfig
+from ..parity.files import check_writable
 from ..reasons import BackendRefused
 from .output import console, errors, print_json, usage_errors
 
@@ -44,6 +45,7 @@ def demo(
         torch.set_num_threads(threads)
     config = TrainConfig(steps=steps, batch=batch, seed=seed, device=device)
     with usage_errors():
+        check_writable(str(out / "report.html"))
         try:
             results = run_demo(config, errors if as_json else console)
         except (CorpusError, BackendRefused) as error:

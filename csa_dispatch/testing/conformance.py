@@ -51,7 +51,7 @@ def check_backend(
         listener: told of every check as it ends.
 
     Raises:
-        TypeError: ``backend`` is not a ``Backend`` instance.
+        TypeError: ``backend`` is not a ``Backend`` instance, or another argument of a wrong type.
         ValueError: an unknown level or check, or a device that is not here.
     """
     if not isinstance(backend, Backend):
@@ -59,6 +59,12 @@ def check_backend(
         fail("backend", actual, "a Backend instance", remedy, TypeError)
     if level not in LEVELS:
         fail("level", repr(level), " or ".join(LEVELS), f"Leave it out for {LEVELS[0]}.")
+    if checks is not None and (isinstance(checks, str) or not isinstance(checks, Sequence)):
+        remedy = 'Pass ["canaries"], say.'
+        fail("checks", repr(checks), "a list of names or None", remedy, TypeError)
+    if listener is not None and not callable(listener):
+        remedy = "Pass a function of one CheckResult."
+        fail("listener", repr(listener), "a function or None", remedy, TypeError)
     wanted = CHECK_NAMES if checks is None else tuple(checks)
     unknown = [name for name in wanted if name not in CHECK_NAMES]
     if unknown:
@@ -86,6 +92,8 @@ def check_backend(
 
 
 def _device(device: str | torch.device) -> torch.device:
+    if not isinstance(device, (str, torch.device)):
+        fail("device", repr(device), "a torch.device or its name", "Pass 'cpu', say.", TypeError)
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

@@ -12,6 +12,7 @@ from torch import Tensor
 from csa_dispatch import (
     Backend,
     BackendRefused,
+    CallSpec,
     Capabilities,
     FallbackWarning,
     IndexerCall,
@@ -133,6 +134,10 @@ def test_policies_have_rules_of_the_operation() -> None:
     with use_policy(parse_policy({"rule": rules[:1]}, "attention alone")):
         assert ran() == "eager"
         assert explain(lightning_indexer, *TENSORS, **CALL).policy == "default"
+    with use_policy(parse_policy({"rule": rules[1:]}, "the indexer alone")):
+        assert explain(CallSpec()).policy == "default"
+        with pytest.raises(ValueError, match="matches this call of lightning_indexer"):
+            parse_policy({"rule": rules[1:2]}, "few").rule_for(IndexerSpec(topk=9))
 
 
 @pytest.mark.parametrize(

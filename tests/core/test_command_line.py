@@ -51,4 +51,4 @@ def test_a_missing_policy_of_the_environment_is_one_line(
     environment("CSA_DISPATCH_POLICY", str(tmp_path / "p.toml"))  # type: ignore[operator]
     result = CliRunner().invoke(app, ["explain", "--json"])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: CSA_DISPATCH_POLICY is ")
+    assert result.stderr.startswith("error: CSA_DISPATCH_POLICY: policy is ")

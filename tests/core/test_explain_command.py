@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from csa_dispatch import CallSpec, CompressorSpec, IndexerSpec, Kind, explain, resolve
+from csa_dispatch import CallSpec, CompressorSpec, IndexerSpec, Kind, Plan, explain, resolve
 from csa_dispatch.cli import app
 from csa_dispatch.operations import SPECS
 
@@ -138,11 +138,41 @@ def test_a_spec_that_describes_no_call_is_refused(spec: Any, message: str):
     if isinstance(spec, CallSpec):
         with pytest.raises((TypeError, ValueError), match=message):
             resolve(spec)
+        with pytest.raises((TypeError, ValueError), match=message):
+            resolve(CallSpec(kind=Kind.WINDOW)).verify(spec)
 
 
-@pytest.mark.parametrize("spec", [CallSpec(kind=Kind.WINDOW), CallSpec(slots=0, pool=0)], ids=str)
-def test_fields_that_a_kind_lacks_may_stay_as_they_are_or_be_0(spec: CallSpec):
-    assert explain(spec).spec == spec
+WINDOW = CallSpec(kind=Kind.WINDOW, pool=0, slots=0, compress_ratio=0, index_dtype="none")
+DENSE = CallSpec(kind=Kind.DENSE, slots=0, compress_ratio=4, index_dtype="none")
+
+
+@pytest.mark.parametrize(
+    ("spec", "settled"),
+    [
+        (WINDOW, WINDOW),
+        (CallSpec(kind=Kind.WINDOW), WINDOW),
+        (CallSpec(kind="window"), WINDOW),  # type: ignore[arg-type]
+        (CallSpec(kind=Kind.DENSE, compress_ratio=4), DENSE),
+        (CallSpec(kind="dense-compressed", compress_ratio=4), DENSE),  # type: ignore[arg-type]
+        (CallSpec(slots=0, pool=0), CallSpec(slots=0, pool=0)),
+    ],
+    ids=str,
+)
+def test_fields_that_a_kind_lacks_may_be_left_out(spec: CallSpec, settled: CallSpec):
+    decision = explain(spec)
+    assert decision.spec == settled
+    assert isinstance(decision.spec.kind, Kind)
+    plan = resolve(spec)
+    assert plan.spec == settled
+    assert Plan.from_dict(plan.to_dict()).spec == settled
+    assert plan.verify(spec) == ()
+
+
+def test_a_window_call_is_not_judged_by_slots_that_it_lacks():
+    decision = explain(
+        CallSpec(kind=Kind.WINDOW, tokens=64), device="sm_90", backend="attention_gym"
+    )
+    assert decision.forward == "attention_gym"
 
 
 def test_the_list_of_backends_names_what_they_run_beside_attention():

@@ -59,7 +59,7 @@ def test_first_matching_rule_decides() -> None:
         ("[[rule]]\nprefer = 'eager'", "rule 1: prefer is 'eager'; .* list of backend names"),
         ("[[rule]]\nprefer = ['eager']\n[[rule]]\nwhy = 'so'", "rule 2: prefer is missing"),
         (HEADS + "{ min = 9, max = 3 } }", "when.heads.max is 3; it must be at least min, 9"),
-        (HEADS + "{ max = -1 } }", "when.heads.max is -1; it must be at least min, 0"),
+        (HEADS + "{ max = -1 } }", "when.heads.max is -1; it must be at least 1, the"),
         (HEADS + "{ multiple_of = 0 } }", "when.heads.multiple_of is 0; it must be 1 or more"),
         (
             HEADS + "{ min = 5, max = 7, multiple_of = 4 } }",
@@ -101,7 +101,7 @@ def test_policy_comes_from_context_over_environment_over_default(
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        (None, FileNotFoundError, "it must be a policy file .No such file"),
+        (None, FileNotFoundError, "it must be a file that can be read .No such file"),
         ("[[rule", ValueError, "not valid TOML"),
     ],
 )
@@ -279,7 +279,17 @@ def test_specs_of_calls_that_cannot_be_are_refused(fields: dict[str, Any], messa
         ({"prefer": ["eager"], "when": "a"}, "when is 'a'; it must be a table"),
         ({"prefer": ["eager"], "when": {"heads": {"min": "4"}}}, "when.heads.min is '4'"),
         ({"prefer": ["eager"], "when": {"heads": "64"}}, "when.heads is '64'; it must be of type"),
-        ({"prefer": ["eager"], "when": {"dtype": "bf16"}}, "when.dtype is 'bf16'; it must be of"),
+        ({"prefer": ["eager"], "when": {"dtype": "bf16"}}, "when.dtype is 'bf16'; it must be one"),
+        ({"prefer": ["eager"], "when": {"capability": "90"}}, "capability is '90'; it must be of"),
+        ({"prefer": ["eager"], "when": {"capability": [90, 9.0]}}, "capability is 9.0; it must"),
+        ({"prefer": ["eager"], "when": {"capability": True}}, "capability is True; it must be of"),
+        ({"prefer": ["eager"], "when": {"needs_grad": True}}, "needs_grad is True; it must be no"),
+        ({"prefer": ["eager"], "when": {"dtype": {"min": 1}}}, "when.dtype is a span; it must be"),
+        ({"prefer": ["eager"], "when": {"deterministic": {}}}, "when.deterministic is a span"),
+        ({"prefer": ["eager"], "when": {"heads": {}}}, "when.heads is {}; it must be a span of"),
+        ({"prefer": ["eager"], "when": {"heads": 0}}, "when.heads is 0; it must be 1 or more"),
+        ({"prefer": ["eager"], "when": {"slots": [8, -1]}}, "slots is -1; it must be 0 or more"),
+        ({"prefer": ["eager"], "when": {"heads": {"max": 0}}}, "heads.max is 0; it must be at"),
         (
             {"prefer": ["eager"], "when": {"documents": ["none", "packed"]}},
             "when.documents is 'packed'",
@@ -294,6 +304,14 @@ def test_rules_that_could_never_match_are_refused(rule: object, message: str) ->
 def test_missing_and_unknown_arguments_are_laid_at_the_right_door() -> None:
     query = inputs().query
     for ask in (explain, resolve):
+        refused = rf"{ask.__name__}\(CallSpec\) takes no further call arguments; got"
+        with pytest.raises(TypeError, match=f"{refused} scale"):
+            ask(CallSpec(), scale=1.0)
+        with pytest.raises(TypeError, match=f"{refused} tensors"):
+            ask(CallSpec(), query)
+        with pytest.raises(TypeError, match="return_lse is 'x'"):
+            ask(query, inputs().local_kv, sliding_window_size=2, return_lse="x")
+        ask(query, inputs().local_kv, sliding_window_size=2, return_lse=True, check_values=True)
         with pytest.raises(TypeError, match=rf"{ask.__name__}\(\): missing .* 'local_kv'"):
             ask(query)
         with pytest.raises(TypeError, match=rf"{ask.__name__}\(\): .* 'windows'"):
