@@ -185,9 +185,9 @@ def _print(decision: Decision, device: str | None) -> None:
     what = spec.kind.value if isinstance(spec, CallSpec) else spec.operation
     title = f"{what}, {spec.dtype}, head_dim {spec.head_dim}, {where}"
     console.print(decision_table(decision, title))
-    console.print(f"forward: [bold]{decision.forward}[/bold]", highlight=False)
+    console.print(f"forward: [bold]{decision.forward or 'none'}[/bold]", highlight=False)
     if spec.differentiable:
-        console.print(f"backward: [bold]{decision.backward}[/bold]", highlight=False)
+        console.print(f"backward: [bold]{decision.backward or 'none'}[/bold]", highlight=False)
     console.print(escape(f"why: {decision.why} (policy {decision.policy})"), highlight=False)
     for note in decision.notes:
         console.print(escape(f"note: {note}"), highlight=False)

@@ -214,10 +214,12 @@ def test_fallback_is_noticed_once_forbidden_or_allowed(registered: Any, environm
         environment("CSA_DISPATCH_FALLBACK", "error")
         with pytest.raises(BackendRefused, match="FALLBACK=error"):
             attention(**call)
+    registered(WindowBackend("faster", Capabilities(head_dim=OneOf((256,)))))
+    # A cause that was not noticed before.
+    with use_policy(policy("faster", "eager", device_type="cpu")), warnings.catch_warnings():
         environment("CSA_DISPATCH_FALLBACK", "allow")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            attention(**call)
+        warnings.simplefilter("error")
+        attention(**call)
 
 
 def test_backend_for_other_hardware_is_no_fallback(registered: Any, environment: Any) -> None:
