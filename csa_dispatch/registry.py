@@ -16,6 +16,7 @@ from .capabilities import Capabilities
 from .generation import advance
 from .reasons import Reason
 from .validation import fail
+from .wording import a_kind, told
 
 
 class Row(NamedTuple):
@@ -66,7 +67,7 @@ def _fault(backend: Backend) -> tuple[str, str, str, type[Exception]] | None:
         claims = getattr(backend, side, None)
         absent = claims is None and side == "backward_capabilities"
         if not isinstance(claims, Capabilities) and not absent:
-            found = "None" if claims is None else f"a {type(claims).__name__}"
+            found = a_kind(claims)
             return side, found, wanted, TypeError
     return None
 
@@ -74,7 +75,7 @@ def _fault(backend: Backend) -> tuple[str, str, str, type[Exception]] | None:
 def _check(name: str, value: object, origin: str) -> Row:
     """A row for a loaded plug-in object, probed."""
     if not isinstance(value, Backend):
-        actual = f"a {type(value).__name__}, not a csa_dispatch.Backend"
+        actual = f"{a_kind(value)}, not a csa_dispatch.Backend"
         return _broken(name, origin, actual, "Point the entry point at a Backend instance.")
     for attribute in ("name", "forward_capabilities"):
         if not hasattr(value, attribute):
@@ -136,7 +137,7 @@ def register_backend(backend: Backend, *, replace: bool = False) -> None:
     """
     global _rows
     if not isinstance(backend, Backend):
-        actual, remedy = f"a {type(backend).__name__}", "Pass an instance of your class."
+        actual, remedy = a_kind(backend), "Pass an instance of your class."
         fail("backend", actual, "a Backend instance", remedy, TypeError)
     if fault := _fault(backend):
         attribute, found, wanted, error = fault
@@ -174,7 +175,7 @@ def known_backend(name: str, source: str = "backend") -> Row:
         ValueError: it is unknown; the message names what set it and the known ones.
     """
     if not isinstance(name, str):
-        actual, remedy = f"{name!r} ({type(name).__name__})", "csa-dispatch backends lists them."
+        actual, remedy = told(name), "csa-dispatch backends lists them."
         fail(source, actual, "a backend's name or None", remedy, TypeError)
     row = backends().get(name)
     if row is None:

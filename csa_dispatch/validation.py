@@ -14,16 +14,13 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .layouts import LAYOUTS, Layout
+from .size_remedies import indices_remedy, kv_remedy, query_remedy, rank_remedy, sink_remedy
 from .tracing import constant_when_traced
+from .wording import as_text, cast_remedy, number_remedy, quoted, told
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_ROWS = 2**31 - 1
 MAX_SCALE = torch.finfo(torch.float32).max
-
-
-def as_text(value: object) -> str:
-    """``str(value)`` in a form that dynamo follows when ``value`` is symbolic."""
-    return "{}".format(value)  # noqa: UP032
 
 
 def fail(
@@ -55,8 +52,7 @@ def check_flag(argument: str, value: object) -> None:
         TypeError: it names the argument.
     """
     if value is not None and not isinstance(value, bool):
-        actual = f"{value!r} ({type(value).__name__})"
-        fail(argument, actual, "a bool or None", "Pass True or False.", TypeError)
+        fail(argument, told(value), "a bool or None", "Pass True or False.", TypeError)
 
 
 def validate(
@@ -81,7 +77,7 @@ def validate(
     """
     if not isinstance(layout, str) or layout not in LAYOUTS:
         remedy = "BHSD, the default, is a query of [batch, heads, tokens, head_dim]."
-        fail("layout", repr(layout), f"one of {', '.join(LAYOUTS)}", remedy)
+        fail("layout", quoted(layout), f"one of {', '.join(LAYOUTS)}", remedy)
     order = LAYOUTS[layout]
     _scalars(sliding_window_size, scale, compress_ratio)
     optional = {
@@ -101,6 +97,8 @@ def validate(
             _mixed(name, value, distributed)
         if value.device != query.device:
             remedy = f"Pass {name}.to(query.device)."
+            if value.is_meta:  # it has no values to move
+                remedy = "Make it on query's device."
             fail(name, f"on {value.device}", f"on query's device, {query.device}", remedy)
 
     _kind(sparse_kv, kv_indices, compress_ratio)
@@ -147,9 +145,8 @@ def _mixed(name: str, value: Tensor, distributed: bool) -> None:
 def _scalars(sliding_window_size: int, scale: float | None, compress_ratio: int | None) -> None:
     window = sliding_window_size
     if isinstance(window, bool) or not isinstance(window, (int, torch.SymInt)):
-        actual = f"{as_text(window)} ({type(window).__name__})"
-        remedy = "Pass int(sliding_window_size)."
-        fail("sliding_window_size", actual, "an int", remedy, TypeError)
+        remedy = number_remedy("sliding_window_size", window, int)
+        fail("sliding_window_size", told(window), "an int", remedy, TypeError)
     if window < 0:
         remedy = "For a window over all tokens pass their number."
         fail("sliding_window_size", window, "0 (no window) or more", remedy)
@@ -162,16 +159,15 @@ def _scalars(sliding_window_size: int, scale: float | None, compress_ratio: int 
         )
     if scale is not None:
         if isinstance(scale, bool) or not isinstance(scale, (float, int, torch.SymFloat)):
-            actual = f"{scale!r} ({type(scale).__name__})"
-            fail("scale", actual, "a float or None", "Pass scale.item().", TypeError)
+            remedy = number_remedy("scale", scale, float)
+            fail("scale", told(scale), "a float or None", remedy, TypeError)
         if not 0 < scale <= MAX_SCALE:
             fail("scale", scale, "positive and finite in float32", "None means 1/sqrt(head_dim).")
     if compress_ratio is not None:
         ratio = compress_ratio
         if isinstance(ratio, bool) or not isinstance(ratio, (int, torch.SymInt)):
-            actual = f"{ratio!r} ({type(ratio).__name__})"
-            remedy = "Pass int(compress_ratio)."
-            fail("compress_ratio", actual, "an int or None", remedy, TypeError)
+            remedy = number_remedy("compress_ratio", ratio, int)
+            fail("compress_ratio", told(ratio), "an int or None", remedy, TypeError)
         if ratio < 1:
             remedy = "For a layer without compression drop it and sparse_kv."
             fail("compress_ratio", ratio, "1 or more tokens per pool entry", remedy)
@@ -209,7 +205,7 @@ def _shape(tensor: Tensor) -> list[int]:
 
 def _query(query: Tensor, order: Layout) -> dict[str, int]:
     if query.ndim != len(order.query_dims):
-        remedy = "Pass the layout it is in, or add a missing dimension with unsqueeze."
+        remedy = query_remedy(query, order)
         fail("query", f"of shape {_shape(query)}", _letters(order.query_dims), remedy)
     if query.dtype not in DTYPES:
         remedy = "Cast it and the KV to bfloat16, say."
@@ -228,13 +224,6 @@ def _query(query: Tensor, order: Layout) -> dict[str, int]:
 
 def _letters(dims: str) -> str:
     return f"of shape [{', '.join(dims)}]"
-
-
-_SHAPES = {
-    "local_kv": "With KV of earlier tokens call functional.attention_with_past() instead.",
-    "sparse_kv": "Check that layout is the order of its dimensions too.",
-}
-"""What to do about a KV whose sizes are not query's."""
 
 
 def _kv_dims(kv: Tensor, order: Layout) -> str | None:
@@ -257,8 +246,9 @@ def _kv(name: str, kv: Tensor, query: Tensor, order: Layout, sizes: dict[str, in
         wanted = _letters(order.kv_dims)
         if order.shared_kv_dims is not None:
             wanted += f" or {_letters(order.shared_kv_dims)}"
-        axis = order.kv_dims.index("G")
-        remedy = f"Add a missing head dimension with {name}.unsqueeze({axis})."
+        if name == "local_kv":
+            wanted = wanted.replace("S", "T")
+        remedy = rank_remedy(name, kv, order, sizes)
         fail(name, f"of shape {_shape(kv)}", wanted, remedy)
     if kv.dtype != query.dtype:
         fail(name, kv.dtype, f"of query's dtype, {query.dtype}", "Cast one of them.")
@@ -270,7 +260,7 @@ def _kv(name: str, kv: Tensor, query: Tensor, order: Layout, sizes: dict[str, in
                 name,
                 f"of shape {_shape(kv)}",
                 f"[{', '.join(required)}] ([{meaning}]) to match query {_shape(query)}",
-                _SHAPES[name],
+                kv_remedy(name, kv, query, order, dims),
             )
     if sizes["S"] > MAX_ROWS:
         remedy = "Split the call, each part with the pool of its own documents."
@@ -286,12 +276,12 @@ def _kv(name: str, kv: Tensor, query: Tensor, order: Layout, sizes: dict[str, in
 
 def _kv_indices(kv_indices: Tensor, order: Layout, sizes: dict[str, int]) -> None:
     if kv_indices.dtype not in (torch.int32, torch.int64):
-        fail("kv_indices", kv_indices.dtype, "int32 or int64", "Cast it.", TypeError)
+        fail("kv_indices", kv_indices.dtype, "int32 or int64", cast_remedy(kv_indices), TypeError)
     wanted = [sizes[letter] for letter in order.token_dims]
     if kv_indices.ndim != len(wanted) + 1 or list(kv_indices.shape[:-1]) != wanted:
         sizes_wanted = ", ".join([f"{size}" for size in wanted])
         shape = f"[{sizes_wanted}, K]"
-        remedy = "Drop a head dimension; fill short rows up with -1."
+        remedy = indices_remedy(kv_indices, wanted)
         required = f"{shape}, shared by all heads"
         fail("kv_indices", f"of shape {_shape(kv_indices)}", required, remedy)
 
@@ -306,7 +296,7 @@ def _attention_sink(attention_sink: Tensor, query: Tensor, heads: int) -> None:
             "attention_sink",
             f"of shape {_shape(attention_sink)}",
             f"[{heads}], one logit per query head of this call",
-            "Under tensor parallelism (TP) pass this rank's slice of the sink.",
+            sink_remedy(attention_sink, heads),
         )
 
 
@@ -320,7 +310,8 @@ def _documents(
 ) -> None:
     if doc_ids is not None:
         if cu_seqlens is not None or cu_seqlens_k is not None:
-            fail("doc_ids", "given with cu_seqlens", "None then", "Pass one of the two.")
+            offsets = "cu_seqlens_k" if cu_seqlens is None else "cu_seqlens"
+            fail("doc_ids", f"given with {offsets}", "None then", "Pass one of the two.")
         if doc_ids.dtype not in (torch.int32, torch.int64):
             fail("doc_ids", doc_ids.dtype, "int32 or int64", "Cast it.", TypeError)
         wanted = [sizes[letter] for letter in order.token_dims]

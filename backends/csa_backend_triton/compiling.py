@@ -18,6 +18,7 @@ from csa_dispatch.call import Call, Kind, token_bounds
 from csa_dispatch.call_spec import CallSpec, check_spec, device_capability
 from csa_dispatch.reasons import BackendRefused
 from csa_dispatch.validation import fail
+from csa_dispatch.wording import a_kind
 
 from .backend import TritonBackend
 from .choice import backward_of, forward_of
@@ -101,7 +102,7 @@ def warmup(specs: Iterable[CallSpec], workers: int = 4) -> int:
     """
     if isinstance(specs, CallSpec) or not isinstance(specs, Iterable):
         remedy = "Put a single spec into a list."
-        fail("specs", f"a {type(specs).__name__}", "a list of CallSpecs", remedy, TypeError)
+        fail("specs", a_kind(specs), "a list of CallSpecs", remedy, TypeError)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         fail("workers", repr(workers), "an int of 1 or more", "Leave it out for 4.")
     specs = list(specs)
@@ -123,7 +124,7 @@ def _check_claimed(name: str, spec: object) -> None:
     """Refuse what is no spec of a call that the kernels take on CUDA."""
     if not isinstance(spec, CallSpec):
         remedy = "Only calls of attention() are compiled ahead."
-        fail(name, f"a {type(spec).__name__}", "a CallSpec", remedy, TypeError)
+        fail(name, a_kind(spec), "a CallSpec", remedy, TypeError)
     spec = check_spec(spec)
     if spec.capability is None:
         remedy = "Pass capability=90 for an H100, say."

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from csa_dispatch.validation import fail
+from csa_dispatch.wording import a_kind
 
 Group = dist.ProcessGroup | DeviceMesh | None
 """A process group, a one-dimensional device mesh, or None for all processes."""
@@ -54,9 +55,8 @@ def process_group(group: Group) -> dist.ProcessGroup:
             "group's ranks call this."
         )
     if not isinstance(group, dist.ProcessGroup):
-        kind = type(group).__name__
         remedy = "None is all processes; torch.distributed.new_group(ranks) makes others."
-        fail("group", f"a {kind}", "a ProcessGroup, a DeviceMesh or None", remedy, TypeError)
+        fail("group", a_kind(group), "a ProcessGroup, a DeviceMesh or None", remedy, TypeError)
     return group
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from csa_dispatch.validation import DTYPES, MAX_ROWS, check_strided, fail, is_dtensor
+from csa_dispatch.wording import number_remedy, told
 
 OVERLAPPING_RATIO = 4
 """The ratio that V4 pools with two overlapping branches."""
@@ -14,9 +15,8 @@ OVERLAPPING_RATIO = 4
 def check_ratio(compress_ratio: int) -> None:
     """Raise unless ``compress_ratio`` is a positive int that kernels can hold."""
     if isinstance(compress_ratio, bool) or not isinstance(compress_ratio, int):
-        kind = type(compress_ratio).__name__
-        actual = f"{compress_ratio!r} ({kind})"
-        fail("compress_ratio", actual, "an int", "Pass int(compress_ratio).", TypeError)
+        remedy = number_remedy("compress_ratio", compress_ratio, int)
+        fail("compress_ratio", told(compress_ratio), "an int", remedy, TypeError)
     if not 1 <= compress_ratio <= MAX_ROWS:
         required = f"1 to {MAX_ROWS} tokens an entry"
         fail("compress_ratio", compress_ratio, required, "V4 has 4 and 128.")
@@ -43,7 +43,8 @@ def check_dense(name: str, tensor: Tensor | None, first: Tensor, of: str) -> Non
         fail(name, "a DTensor", "this rank's tensor", remedy, TypeError)
     if tensor.device != first.device:
         required = f"on the device of {of}, {first.device}"
-        fail(name, f"on {tensor.device}", required, "Move one of them.")
+        remedy = "Make it there." if tensor.is_meta else "Move one of them."
+        fail(name, f"on {tensor.device}", required, remedy)
 
 
 def check_compressor(
@@ -60,9 +61,7 @@ def check_compressor(
     if overlapping is None:
         overlapping = compress_ratio == OVERLAPPING_RATIO
     if not isinstance(overlapping, bool):
-        kind = type(overlapping).__name__
-        actual = f"{overlapping!r} ({kind})"
-        fail("overlapping", actual, "a bool or None", "Pass True or False.", TypeError)
+        fail("overlapping", told(overlapping), "a bool or None", "Pass True or False.", TypeError)
     tensors = {"values": values, "gates": gates, "position_bias": position_bias}
     if cu_seqlens is not None:
         tensors["cu_seqlens"] = cu_seqlens

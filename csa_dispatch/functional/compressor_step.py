@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from csa_dispatch.validation import fail
+from csa_dispatch.wording import a_kind
 
 from .compressor import compress_kv
 from .compressor_checks import check_compressor, check_dense
@@ -98,8 +99,7 @@ def _check_state(
     state: CompressorState, values: Tensor, compress_ratio: int, overlapping: bool
 ) -> None:
     if not isinstance(state, CompressorState):
-        kind = type(state).__name__
-        fail("state", f"a {kind}", "a CompressorState or None", _REMEDY, TypeError)
+        fail("state", a_kind(state), "a CompressorState or None", _REMEDY, TypeError)
     if (state.previous_values is None) != (state.previous_gates is None):
         name = "previous_values" if state.previous_values is None else "previous_gates"
         fail(f"state.{name}", "None", "given with the other", _REMEDY)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from csa_dispatch.size_remedies import indices_remedy
 from csa_dispatch.validation import DTYPES, MAX_ROWS, MAX_SCALE, fail
+from csa_dispatch.wording import cast_remedy, number_remedy, told
 
 from .compressor_checks import check_dense, check_offsets, check_ratio, check_selection
 
@@ -71,8 +73,7 @@ def check_choice(topk: int, compress_ratio: int, past: int, packed: bool) -> Non
         ("past", past, 0, "Pass the number of tokens before these."),
     ):
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-            kind = type(value).__name__
-            fail(name, f"{value!r} ({kind})", "an int", f"Pass int({name}).", TypeError)
+            fail(name, told(value), "an int", number_remedy(name, value, int), TypeError)
         if not least <= value <= MAX_ROWS:
             fail(name, value, f"{least} to {MAX_ROWS}", remedy)
     if packed and past:
@@ -84,8 +85,8 @@ def check_scale(scale: float | None) -> None:
     if scale is None:
         return
     if isinstance(scale, bool) or not isinstance(scale, (float, int, torch.SymFloat)):
-        actual = f"{scale!r} ({type(scale).__name__})"
-        fail("scale", actual, "a float or None", "Pass scale.item().", TypeError)
+        remedy = number_remedy("scale", scale, float)
+        fail("scale", told(scale), "a float or None", remedy, TypeError)
     if not 0 < scale <= MAX_SCALE:
         fail("scale", scale, "positive and finite in float32", "None means 1/sqrt(H * D).")
 
@@ -99,9 +100,9 @@ def check_scored(
         return
     check_dense("kv_indices", kv_indices, index_query, "index_query")
     if kv_indices.dtype not in (torch.int32, torch.int64):
-        fail("kv_indices", kv_indices.dtype, "int32 or int64", "Cast it.", TypeError)
+        fail("kv_indices", kv_indices.dtype, "int32 or int64", cast_remedy(kv_indices), TypeError)
     wanted = [index_query.shape[0], index_query.shape[2]]
     if kv_indices.ndim != 3 or list(kv_indices.shape[:2]) != wanted:
         required = f"[{wanted[0]}, {wanted[1]}, K], shared by all heads"
-        remedy = "Pass the picks of these tokens."
+        remedy = indices_remedy(kv_indices, wanted)
         fail("kv_indices", f"of shape {list(kv_indices.shape)}", required, remedy)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from csa_dispatch.size_remedies import indices_remedy
 from csa_dispatch.validation import DTYPES, MAX_SCALE, fail
+from csa_dispatch.wording import cast_remedy, number_remedy, told
 
 from .compressor_checks import check_dense, check_offsets, check_selection
 
@@ -31,8 +33,8 @@ def check_indexer_loss(
         remedy = "The default is 'mean'."
         fail("reduction", repr(reduction), f"one of {', '.join(REDUCTIONS)}", remedy)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (float, int))):
-        actual = f"{scale!r} ({type(scale).__name__})"
-        fail("scale", actual, "a float or None", "Pass scale.item().", TypeError)
+        remedy = number_remedy("scale", scale, float)
+        fail("scale", told(scale), "a float or None", remedy, TypeError)
     if scale is not None and not 0 < scale <= MAX_SCALE:
         fail("scale", scale, "positive and finite in float32", "None means 1/sqrt(head_dim).")
     if (lse is None) == (window_lse is None):
@@ -79,10 +81,17 @@ def _check_shapes(
     columns = pool
     if kv_indices is not None:
         if kv_indices.dtype not in (torch.int32, torch.int64):
-            fail("kv_indices", kv_indices.dtype, "int32 or int64", "Cast it.", TypeError)
+            fail(
+                "kv_indices",
+                kv_indices.dtype,
+                "int32 or int64",
+                cast_remedy(kv_indices),
+                TypeError,
+            )
         if kv_indices.ndim != 3 or list(kv_indices.shape[:2]) != [batch, tokens]:
             actual, required = f"of shape {list(kv_indices.shape)}", f"[{batch}, {tokens}, K]"
-            fail("kv_indices", actual, required, "Pass the picks of these tokens.")
+            remedy = indices_remedy(kv_indices, [batch, tokens])
+            fail("kv_indices", actual, required, remedy)
         columns = kv_indices.shape[2]
     if not index_scores.dtype.is_floating_point:
         fail("index_scores", index_scores.dtype, "of a floating-point dtype", _SCORES, TypeError)

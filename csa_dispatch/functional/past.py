@@ -8,9 +8,12 @@ from torch.nn.functional import pad
 
 from ..api import attention
 from ..call import begun_before
+from ..layouts import LAYOUTS
 from ..prepared import Arguments, autocast_arguments
+from ..size_remedies import kv_remedy
 from ..transforms import any_autocast
 from ..validation import MAX_ROWS, fail, validate
+from ..wording import number_remedy, told
 
 
 def attention_with_past(
@@ -155,7 +158,7 @@ def _padded(
 def _check(arguments: Arguments, past: int) -> None:
     """Raise for bad arguments before their parts are put together."""
     if isinstance(past, bool) or not isinstance(past, (int, torch.SymInt)):
-        fail("past", f"{past!r} ({type(past).__name__})", "an int", "Pass int(past).", TypeError)
+        fail("past", told(past), "an int", number_remedy("past", past, int), TypeError)
     if not 0 <= past <= MAX_ROWS:
         fail("past", past, f"0 to {MAX_ROWS}", "Pass the number of tokens before these.")
     query, local_kv, window = arguments.query, arguments.local_kv, arguments.sliding_window_size
@@ -165,6 +168,8 @@ def _check(arguments: Arguments, past: int) -> None:
         if past > most:
             fail("past", past, f"0 to {most}", f"Tokens are counted up to {MAX_ROWS}.")
         before = local_kv.shape[2] - query.shape[2]
+        if min(query.shape) > 0:
+            _check_rows(query, local_kv)
         if before > 0:
             own = local_kv[:, :, before:]
     validate(
@@ -189,6 +194,26 @@ def _check(arguments: Arguments, past: int) -> None:
             f"of {needed}",
             f"That is the window of {window} after {past} tokens.",
         )
+
+
+def _check_rows(query: Tensor, local_kv: Tensor) -> None:
+    """Raise unless the sizes fit; of the rows before the queries' own validate() sees none."""
+    batch, _, tokens, head_dim = query.shape
+    found = list(local_kv.shape)
+    if found[0] == batch and found[2] >= tokens and found[3] == head_dim:
+        return
+    if found[2] < tokens and found[0] == batch and found[3] == head_dim:
+        remedy = "Pass rows of earlier tokens and the queries' own, of dimensions in this order."
+    else:
+        order = LAYOUTS["BHSD"]
+        remedy = kv_remedy("local_kv", local_kv, query, order, order.kv_dims, past=True)
+    fail(
+        "local_kv",
+        f"of shape {found}",
+        f"[{batch}, G, P + {tokens}, {head_dim}] ([B, G, P + T, D]) to match query "
+        f"{list(query.shape)}",
+        remedy,
+    )
 
 
 def complete_entries(query: Tensor, entries: int, past: int, compress_ratio: int) -> Tensor:

@@ -84,7 +84,8 @@ def attention_with_window_lse(
     if isinstance(query, Tensor) and is_dtensor(query):
         remedy = "Pass query.to_local(), and this rank's part of the others."
         fail("query", "a DTensor", "this rank's tensor", remedy, TypeError)
-    if sliding_window_size == 0:
+    # A tensor's comparison may fail; what is no int, attention()'s own checks refuse below.
+    if isinstance(sliding_window_size, (int, torch.SymInt)) and sliding_window_size == 0:
         # The window's part would see no key in any row, and no backward gives such rows' sink
         # a gradient.
         output, lse = attention(

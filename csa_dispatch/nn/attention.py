@@ -12,8 +12,9 @@ from ..call import Call
 from ..functional.compressor_checks import check_dense, check_offsets
 from ..transforms import any_autocast
 from ..validation import DTYPES, check_flag, fail
+from ..wording import a_kind, told
 from .cache import LayerCache
-from .checks import check_int, told
+from .checks import check_device, check_int
 from .compressor import Compressor
 from .config import CSAConfig
 from .indexer import Indexer
@@ -62,7 +63,7 @@ class CompressedSparseAttention(nn.Module):
 
     Raises:
         TypeError: an argument is of another type, or dtype is none that attention takes.
-        ValueError: tp_size does not divide ``config.o_groups``.
+        ValueError: tp_size does not divide ``config.o_groups``; torch knows no such device.
     """
 
     def __init__(
@@ -70,17 +71,18 @@ class CompressedSparseAttention(nn.Module):
         config: CSAConfig,
         *,
         tp_size: int = 1,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(config, CSAConfig):
             remedy = "Make one, or take one of from_deepseek_v4."
-            fail("config", f"a {type(config).__name__}", "a CSAConfig", remedy, TypeError)
+            fail("config", a_kind(config), "a CSAConfig", remedy, TypeError)
         check_int("tp_size", tp_size, 1, remedy="Pass the number of ranks.")
         if config.o_groups % tp_size:
             required = f"a divisor of o_groups, {config.o_groups}"
             fail("tp_size", tp_size, required, "A rank projects whole groups of heads.")
+        check_device(device)
         if dtype is not None and dtype not in DTYPES:
             required = "float64, float32, bfloat16 or float16"
             fail("dtype", told(dtype), required, "Or pass None for torch's default.", TypeError)
@@ -280,8 +282,7 @@ def _check_hidden(hidden: Tensor, config: CSAConfig, weight: Tensor) -> None:
 
 def _check_cached_call(cache: object, cu_seqlens: Tensor | None, return_record: bool) -> None:
     if not isinstance(cache, LayerCache):
-        kind = type(cache).__name__
-        fail("cache", f"a {kind}", "a LayerCache or None", "See LayerCache.", TypeError)
+        fail("cache", a_kind(cache), "a LayerCache or None", "See LayerCache.", TypeError)
     if cu_seqlens is not None:
         remedy = "Pass each document as a row of the batch."
         fail("cu_seqlens", "given with a cache", "None: one document a row", remedy)

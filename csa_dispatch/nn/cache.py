@@ -9,6 +9,8 @@ from ..api import attention
 from ..functional import CompressorState
 from ..functional.past import attention_with_past, complete_entries, window_rows
 from ..validation import fail
+from ..wording import a_kind, told
+from .checks import check_device
 from .config import CSAConfig
 
 
@@ -73,6 +75,7 @@ class LayerCache:
         dtype: torch.dtype | None = None,
     ) -> None:
         _check(config, batch, dtype)
+        check_device(device)
         like = torch.empty(0, device=device, dtype=dtype)
         self.config, self.past = config, 0
         self._ring = 2 * config.sliding_window
@@ -167,10 +170,10 @@ class LayerCache:
 
 def _check(config: CSAConfig, batch: int, dtype: torch.dtype | None) -> None:
     if not isinstance(config, CSAConfig):
-        actual, required = f"a {type(config).__name__}", "the layer's CSAConfig"
+        actual, required = a_kind(config), "the layer's CSAConfig"
         fail("config", actual, required, "Pass layer.config.", TypeError)
     if isinstance(batch, bool) or not isinstance(batch, int):
-        actual = f"{batch!r} ({type(batch).__name__})"
+        actual = told(batch)
         fail("batch", actual, "an int", "Pass the number of sequences.", TypeError)
     if batch < 1:
         fail("batch", batch, "1 or more", "Pass the number of sequences.")

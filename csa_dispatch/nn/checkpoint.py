@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..validation import check_flag, fail
+from ..wording import a_kind
 from .attention import CompressedSparseAttention
 from .checks import check_int
 
@@ -68,7 +69,7 @@ def load_layer(
     _check_layer(layer, number)
     if not isinstance(tensors, Mapping):
         remedy = "Pass a state dict, or what load_file of safetensors gives."
-        fail("tensors", f"a {type(tensors).__name__}", "a mapping by name", remedy, TypeError)
+        fail("tensors", a_kind(tensors), "a mapping by name", remedy, TypeError)
     remedy = f"The layer's tp_size is {layer.tp_size}."
     check_int("tp_rank", tp_rank, 0, layer.tp_size - 1, remedy)
     found: list[tuple[Tensor, Tensor]] = []
@@ -127,7 +128,7 @@ def layer_tensors(
 
 def _check_layer(layer: CompressedSparseAttention, number: int) -> None:
     if not isinstance(layer, CompressedSparseAttention):
-        actual, required = f"a {type(layer).__name__}", "a CompressedSparseAttention"
+        actual, required = a_kind(layer), "a CompressedSparseAttention"
         fail("layer", actual, required, "Pass the attention layer alone.", TypeError)
     check_int("number", number, 0, remedy="Pass the layer's number in the model, from 0.")
 
@@ -142,8 +143,7 @@ class _Fault(NamedTuple):
 def _faults(name: str, tensor: Any, wanted: list[int]) -> Iterator[_Fault]:
     """The faults of a checkpoint's tensor of this name."""
     if not isinstance(tensor, Tensor):
-        kind = type(tensor).__name__
-        yield _Fault(f"{name} is a {kind}; it must be a torch.Tensor", "Read it first.")
+        yield _Fault(f"{name} is {a_kind(tensor)}; it must be a torch.Tensor", "Read it first.")
         return
     if not tensor.dtype.is_floating_point or tensor.element_size() < 2:
         text = f"{name} is {tensor.dtype}; it must be float16 or wider"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..validation import MAX_ROWS, fail
-from .checks import check_int, check_positive, told
+from ..wording import told
+from .checks import check_int, check_positive
 
 
 @dataclass(frozen=True)

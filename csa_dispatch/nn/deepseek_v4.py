@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..validation import fail
-from .checks import check_int, check_positive, told
+from ..wording import a_kind, told
+from .checks import check_int, check_positive
 from .config import CSAConfig, Yarn
 
 _SAME_NAMES = (
@@ -39,7 +40,7 @@ def from_deepseek_v4(config: Any) -> list[CSAConfig]:
     if not isinstance(config, Mapping) and not hasattr(config, "__dict__"):
         required = "a DeepseekV4Config or the dict of its config.json"
         remedy = "Read the file with json.load."
-        fail("config", f"a {type(config).__name__}", required, remedy, TypeError)
+        fail("config", a_kind(config), required, remedy, TypeError)
     fields = config if isinstance(config, Mapping) else vars(config)
     shared: dict[str, Any] = {name: _field(fields, name) for name in _SAME_NAMES}
     shared |= {"qk_rope_head_dim": _rope_dim(fields), **_rope(fields)}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..validation import fail
+from ..wording import a_kind
 
 
 class Rows(NamedTuple):
@@ -59,12 +60,23 @@ def rows_of(hidden_states: Tensor, layout: str) -> tuple[Tensor, Rows]:
     if layout not in ("BSHD", "SBHD"):
         fail("layout", repr(layout), "'BSHD' or 'SBHD'", "Transpose hidden_states to one of them.")
     if not isinstance(hidden_states, Tensor):
-        kind = f"a {type(hidden_states).__name__}"
-        fail("hidden_states", kind, "a torch.Tensor", "Convert it first.", TypeError)
+        fail(
+            "hidden_states",
+            a_kind(hidden_states),
+            "a torch.Tensor",
+            "Convert it first.",
+            TypeError,
+        )
     if hidden_states.ndim != 3:
         actual = f"of shape {list(hidden_states.shape)}"
         required = "of three dimensions, batch, tokens and channels in the layout's order"
-        fail("hidden_states", actual, required, "Add a batch of 1 with unsqueeze.")
+        batch = 0 if layout == "BSHD" else 1
+        remedy = f"Add a batch of 1 with hidden_states.unsqueeze({batch})."
+        if hidden_states.ndim > 3:
+            remedy = "Drop or merge dimensions, with squeeze or flatten."
+        elif hidden_states.ndim < 2:
+            remedy = "Reshape it to a batch, tokens and channels."
+        fail("hidden_states", actual, required, remedy)
     first, second, _ = hidden_states.shape
     sizes = (second, first, True) if layout == "SBHD" else (first, second, False)
     return hidden_states.flatten(0, 1), Rows(*sizes)

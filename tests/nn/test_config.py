@@ -109,7 +109,7 @@ def test_what_is_no_layer_of_a_checkpoint_is_named():
     for call in (lambda: load_layer(other, {}, 1), lambda: layer_tensors(other, 1)):
         with pytest.raises(TypeError, match="layer is a Linear; it must be a CompressedSparse"):
             call()
-    with pytest.raises(TypeError, match="tensors is a NoneType; it must be a mapping"):
+    with pytest.raises(TypeError, match="tensors is None; it must be a mapping"):
         load_layer(layer, nothing, 1)
     for number in ("1", True, -1):
         with pytest.raises((TypeError, ValueError), match=f"number is {number!r}"):

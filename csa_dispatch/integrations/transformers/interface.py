@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...functional import attention_with_past
 from ...validation import fail
+from ...wording import told
 from .probing import v4_modeling
 
 
@@ -33,7 +34,7 @@ def register_attention(name: str = "csa_dispatch") -> str:
     """
     if not isinstance(name, str):
         remedy = 'Pass a name such as "csa_dispatch".'
-        fail("name", f"{name!r} ({type(name).__name__})", "a string", remedy, TypeError)
+        fail("name", told(name), "a string", remedy, TypeError)
     if not name:
         fail("name", "''", "a name of one character or more", 'Leave it out for "csa_dispatch".')
     v4_modeling()

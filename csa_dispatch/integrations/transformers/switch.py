@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ...validation import fail
+from ...wording import a_kind
 from .layers import attention_forward
 from .model import model_forward
 from .probing import check_layer, v4_modeling
@@ -49,7 +50,7 @@ def enable(model: Model) -> Model:
         layer = modeling.DeepseekV4Attention.__name__
         required = f"a transformers DeepSeek-V4 model (with {layer} layers)"
         remedy = "Pass it as from_pretrained() or from_config() makes it."
-        fail("model", f"a {type(model).__name__}", required, remedy)
+        fail("model", a_kind(model), required, remedy)
     for layer in layers:
         check_layer(layer)
     for layer in layers:
@@ -78,7 +79,7 @@ def disable(model: Model) -> Model:
 
 def _check_module(model: object) -> None:
     if not isinstance(model, nn.Module):
-        actual = "None" if model is None else f"a {type(model).__name__}"
+        actual = a_kind(model)
         remedy = "Pass the loaded model itself, from_pretrained(...)'s result say."
         fail("model", actual, "a torch.nn.Module", remedy, TypeError)
 
