@@ -6,6 +6,7 @@ from .call_spec import CHOICE_REMEDIES, CHOICES, CallSpec, check_device_fields, 
 from .compressor_call import CompressorSpec
 from .indexer_call import IndexerSpec
 from .validation import fail
+from .wording import quoted
 
 AnySpec = CallSpec | CompressorSpec | IndexerSpec
 
@@ -35,8 +36,10 @@ def check_any_spec(spec: AnySpec) -> AnySpec:
         value = getattr(spec, field)
         if field in _WORDS:
             if not isinstance(value, str) or value not in _WORDS[field]:
-                known = [word for word in _WORDS[field] if word != "doc_ids"]
-                fail(field, repr(value), f"one of {', '.join(known)}", CHOICE_REMEDIES[field])
+                # Only attention() takes doc_ids; the other operations refuse them below.
+                words = [word for word in _WORDS[field] if word != "doc_ids"]
+                required = f"one of {', '.join(words)}"
+                fail(field, quoted(value), required, CHOICE_REMEDIES[field])
         elif type(default) in (int, bool) and type(value) is not type(default):
             kind = type(default).__name__
             fail(field, repr(value), f"of type {kind}", f"Pass {kind}({field}).", TypeError)

@@ -16,7 +16,7 @@ from .capabilities import Capabilities
 from .generation import advance
 from .reasons import Reason
 from .validation import fail
-from .wording import a_kind, told
+from .wording import a_kind, quoted, told
 
 
 class Row(NamedTuple):
@@ -179,7 +179,28 @@ def known_backend(name: str, source: str = "backend") -> Row:
         fail(source, actual, "a backend's name or None", remedy, TypeError)
     row = backends().get(name)
     if row is None:
-        close = difflib.get_close_matches(name, backends(), n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else "Install the package that provides it."
-        fail(source, repr(name), f"one of {', '.join(backends()) or 'none'}", hint)
+        fail(
+            source, quoted(name), f"one of {', '.join(backends()) or 'none'}", _hint(name, source)
+        )
     return row
+
+
+_BACKWARD = {
+    "use_backend": "backward=",
+    "backend": "backward_backend=",
+    "CSA_DISPATCH_BACKEND": "CSA_DISPATCH_BACKWARD_BACKEND=",
+}
+"""What names a backward alone, beside each source that names both directions."""
+
+
+def _hint(name: str, source: str) -> str:
+    """What to do about a name that no backend has."""
+    forward, _, backward = name.partition("+")
+    if backward and source in _BACKWARD and forward in backends() and backward in backends():
+        # Policies write it so; here each direction has a name of its own.
+        value = backward if source.isupper() else repr(backward)
+        return f"Name {forward} alone, and pass {_BACKWARD[source]}{value} beside it."
+    close = difflib.get_close_matches(name, backends(), n=1)
+    if close:
+        return f"Did you mean {close[0]!r}?"
+    return "csa-dispatch backends lists them; install the package of one that it lacks."

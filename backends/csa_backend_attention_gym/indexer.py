@@ -86,7 +86,13 @@ def fused_kernel(spec: IndexerSpec) -> Reason | None:
     )
     for field, fits, needed in bounds:
         if not fits:
-            return Reason(field, str(getattr(spec, field)), needed, "Use triton or eager.")
+            # Triton's indexer has bounds of its own, which the value may not meet either.
+            remedy = {
+                "capability": "Use triton, or eager below 80.",
+                "dtype": "Use eager, or triton for float32.",
+                "head_dim": "Use triton up to 128, or eager.",
+            }.get(field, "Use triton or eager.")
+            return Reason(field, str(getattr(spec, field)), needed, remedy)
     return None
 
 

@@ -93,7 +93,9 @@ def forward_predicates(options: Options) -> tuple[Predicate, ...]:
             return None
         if spec.head_dim not in HEAD_DIMS:
             needed = "64, 128 or 512 on CUDA"
-            return Reason("head_dim", str(spec.head_dim), needed, "Use triton or eager.")
+            return Reason(
+                "head_dim", str(spec.head_dim), needed, "Use triton up to 576, or eager."
+            )
         if spec.dtype == "float64":
             needed = "float32, bfloat16 or float16 on CUDA"
             return Reason("dtype", spec.dtype, needed, "Use eager.")

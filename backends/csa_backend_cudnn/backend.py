@@ -44,7 +44,7 @@ def blackwell_heads(spec: CallSpec) -> Reason | None:
     if spec.capability not in BLACKWELL or spec.heads in BLACKWELL_HEADS:
         return None
     needed = "16, 32, 64 or 128 on Blackwell"
-    return Reason("heads", str(spec.heads), needed, "use triton, or split the heads")
+    return Reason("heads", str(spec.heads), needed, "use triton up to 256 heads, or eager")
 
 
 def deterministic_on_blackwell(spec: CallSpec) -> Reason | None:
@@ -55,13 +55,15 @@ def deterministic_on_blackwell(spec: CallSpec) -> Reason | None:
     return Reason("deterministic", "True", "False below SM100", remedy)
 
 
+# Advice must hold for every value outside a bound, and triton has bounds of its own: no float64,
+# at most 256 heads, and head dims up to 576.
 _REMEDIES = (
-    ("dtype", "cast to bfloat16, or use triton or eager"),
+    ("dtype", "cast to bfloat16, or use eager, or triton for float32"),
     ("device_type", "use eager"),
-    ("capability", "use triton"),
-    ("heads", "use triton, or split the heads"),
+    ("capability", "use triton, or eager below 80"),
+    ("heads", "use triton up to 256 heads, or eager"),
     ("kv_heads", "use triton or eager"),
-    ("head_dim", "use triton"),
+    ("head_dim", "use triton up to 576, or eager"),
 )
 # At head_dim 576 cuDNN's values are the first 512 columns of a key; ours are the whole key.
 FORWARD = Capabilities(

@@ -63,11 +63,11 @@ class CudnnIndexer(Operation):
         topk=Between(1, 2048),
         predicates=(heads_on_hopper,),
         remedies=(
-            ("dtype", "cast to bfloat16, or use triton or eager"),
+            ("dtype", "cast to bfloat16, or use eager, or triton below float64"),
             ("device_type", "use eager"),
-            ("capability", "use triton"),
+            ("capability", "use triton, or eager below 80"),
             ("heads", "use triton"),
-            ("head_dim", "use triton"),
+            ("head_dim", "use triton up to 128, or eager"),
             ("topk", "use triton or eager"),
         ),
     )

@@ -32,12 +32,12 @@ FORWARD = Capabilities(
     head_dim=OneOf((512,), others=(128, 256, 576)),
     predicates=(dense_slots_bounded,),
     remedies=(
-        ("dtype", "cast to bfloat16, or use triton or eager"),
+        ("dtype", "cast to bfloat16, or use eager, or triton for float32"),
         ("device_type", "use eager"),
-        ("capability", "use triton"),
-        ("heads", "split the heads, or use triton"),
+        ("capability", "use triton, or eager below 80"),
+        ("heads", "use triton up to 256 heads, or eager"),
         ("kv_heads", "use triton or eager"),
-        ("head_dim", "use triton"),
+        ("head_dim", "use triton up to 576, or eager"),
     ),
 )
 # FA4 adds KV gradients by atomics; it takes deterministic=True and ignores it.

@@ -61,7 +61,7 @@ def compiled_sizes(spec: CallSpec) -> Reason | None:
     most = 256 if spec.dtype == "float32" else 512
     if spec.head_dim > most or spec.head_dim & (spec.head_dim - 1):
         needed = f"a power of 2 up to {most} on CUDA"
-        return Reason("head_dim", str(spec.head_dim), needed, "Use triton or eager.")
+        return Reason("head_dim", str(spec.head_dim), needed, "Use triton up to 576, or eager.")
     return None
 
 
@@ -83,7 +83,7 @@ FORWARD = Capabilities(
     remedies=(
         ("kind", "Use triton or eager: no static mask says what indices select."),
         ("device_type", "Use eager."),
-        ("head_dim", "Use triton or eager."),
+        ("head_dim", "Use triton up to 576, or eager."),
     ),
 )
 BACKWARD = dataclasses.replace(

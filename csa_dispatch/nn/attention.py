@@ -82,7 +82,7 @@ class CompressedSparseAttention(nn.Module):
         if config.o_groups % tp_size:
             required = f"a divisor of o_groups, {config.o_groups}"
             fail("tp_size", tp_size, required, "A rank projects whole groups of heads.")
-        check_device(device)
+        device = check_device(device)
         if dtype is not None and dtype not in DTYPES:
             required = "float64, float32, bfloat16 or float16"
             fail("dtype", told(dtype), required, "Or pass None for torch's default.", TypeError)

@@ -33,14 +33,14 @@ def check_positive(name: str, value: object) -> None:
         fail(name, value, "above 0 and finite in float32", _REMEDY)
 
 
-def check_device(device: object) -> None:
-    """Raise unless ``device`` is None, a torch.device or the name of one."""
+def check_device(device: object) -> torch.device | None:
+    """``device`` as torch has it; raise unless it is None, a torch.device or the name of one."""
     if device is None or isinstance(device, torch.device):
-        return
+        return device
     required, remedy = "a torch.device, its name or None", "Pass 'cpu' or 'cuda', say."
     if not isinstance(device, str):
         fail("device", told(device), required, remedy, TypeError)
     try:
-        torch.device(device)
+        return torch.device(device)
     except RuntimeError:
         fail("device", told(device), required, remedy)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import csa_dispatch
 from csa_dispatch import attention, record_receipts, validation
@@ -104,6 +105,16 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"attention_sink is of shape \[16\]; it must be \[4\].*TP",
     ),
     "sink one": ({"attention_sink": torch.zeros(1)}, ValueError, r"\[1\]; it must be \[4\]"),
+    "sink batch": (
+        {"attention_sink": torch.zeros(1, 4)},
+        ValueError,
+        r"\[1, 4\]; .*Pass attention_sink.flatten\(\)",
+    ),
+    "sink of no dimension": (
+        {"attention_sink": torch.tensor(1.0)},
+        ValueError,
+        r"attention_sink.expand\(4\)",
+    ),
     "sink double": (
         {"attention_sink": torch.zeros(4, dtype=torch.float64)},
         ValueError,
@@ -111,6 +122,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "no selection": ({"kv_indices": None}, ValueError, "compress_ratio selects"),
     "both selections": ({"compress_ratio": 4}, ValueError, "compress_ratio is 4 with kv_indices"),
+    "ratio bool": (
+        {"kv_indices": None, "compress_ratio": True},
+        TypeError,
+        "compress_ratio is True",
+    ),
     "ratio zero": ({"kv_indices": None, "compress_ratio": 0}, ValueError, "compress_ratio is 0"),
     "indices alone": ({"sparse_kv": None}, ValueError, "kv_indices is given"),
     "one offset": ({"cu_seqlens": OFFSETS}, ValueError, "cu_seqlens_k is None"),
@@ -130,6 +146,16 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"cu_seqlens is of shape \[\]",
     ),
+    "one offset element": (
+        {"cu_seqlens": OFFSETS[:1], "cu_seqlens_k": OFFSETS[:1]},
+        ValueError,
+        r"cu_seqlens is of shape \[1\]",
+    ),
+    "ids and pool offsets": (
+        {"cu_seqlens_k": OFFSETS, "doc_ids": torch.zeros(1, 8, dtype=torch.int32)},
+        ValueError,
+        "doc_ids is given with cu_seqlens_k; it must be None",
+    ),
     "ids and offsets": (
         {
             "cu_seqlens": OFFSETS,
@@ -144,6 +170,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"doc_ids": torch.zeros(1, 7, dtype=torch.int32)},
         ValueError,
         "doc_ids is of shape",
+    ),
+    "ids device": (
+        {"doc_ids": torch.zeros(1, 8, dtype=torch.int32, device="meta")},
+        ValueError,
+        "doc_ids is on meta; .*Make it on query's device",
     ),
     "device": ({"sparse_kv": torch.empty(1, 1, 6, 16, device="meta")}, ValueError, "on meta"),
     "lazy parameter": (
@@ -183,6 +214,20 @@ BAD_BHSD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "local dims": ({"local_kv": torch.ones(1, 8, 16)}, ValueError, r"local_kv.unsqueeze\(1\)"),
     "local dtype": ({"local_kv": torch.ones(1, 1, 8, 16).half()}, ValueError, "local_kv is torch"),
+    "local dtype of equal size": (
+        {
+            **NOTHING,
+            "query": torch.ones(1, 4, 8, 16, dtype=torch.bfloat16),
+            "local_kv": torch.ones(1, 1, 8, 16, dtype=torch.float16),
+        },
+        ValueError,
+        "local_kv is torch.float16",
+    ),
+    "ids in a column": (
+        {"doc_ids": torch.zeros(8, 1, dtype=torch.int32)},
+        ValueError,
+        r"doc_ids is of shape \[8, 1\]",
+    ),
     "local rows": (
         {"local_kv": torch.ones(1, 1, 9, 16)},
         ValueError,
@@ -282,6 +327,19 @@ def test_nested_tensors_are_refused_by_name() -> None:
         attention(**arguments(sparse_kv=nested))
 
 
+def test_devices_of_one_type_are_told_apart() -> None:
+    with FakeTensorMode():  # devices without the hardware
+        made = arguments()
+        on_first = {
+            name: torch.empty(value.shape, dtype=value.dtype, device="cuda:0")
+            for name, value in made.items()
+            if isinstance(value, torch.Tensor)
+        }
+        pool = torch.empty(made["sparse_kv"].shape, device="cuda:1")
+        with pytest.raises(ValueError, match="sparse_kv is on cuda:1"):
+            attention(**{**made, **on_first, "sparse_kv": pool})
+
+
 def test_unknown_layout_is_named() -> None:
     for layout in ("bhsd", "", None, ["BHSD"]):
         with pytest.raises(ValueError, match="layout is"):
@@ -311,13 +369,21 @@ def test_validation_holds_under_tracing() -> None:
         compiled(**made)
 
 
+OF_TWO_POOLS = torch.tensor([[[3, 3]] * 4 + [[1, 2], [3, 1], [1, 1], [1, 1]]])
+"""Right for the first document's pool of 4; of the second's 2 rows the first token asks a third."""
+
 VALUE_FAULTS = {
     "start": ({"cu_seqlens": torch.tensor([1, 4, 8])}, "cu_seqlens is 1 at its start"),
     "pool start": ({"cu_seqlens_k": torch.tensor([-1, 3, 6])}, "cu_seqlens_k is -1 at its start"),
     "decrease": ({"cu_seqlens": torch.tensor([0, 6, 4])}, "cu_seqlens is 6, 4"),
+    "decrease by 1": ({"cu_seqlens": torch.tensor([0, 5, 4])}, "cu_seqlens is 5, 4"),
     "past the end": ({"cu_seqlens": torch.tensor([0, 4, 9])}, "cu_seqlens is 9 at its end"),
     "pool end": ({"cu_seqlens_k": torch.tensor([0, 3, 7])}, "cu_seqlens_k is 7 at its end"),
     "index": ({"kv_indices": torch.full((1, 8, 2), 3)}, r"kv_indices is 3 at \[0, 0, 0\]"),
+    "index of the first token of a document": (
+        {"kv_indices": OF_TWO_POOLS, "cu_seqlens_k": torch.tensor([0, 4, 6])},
+        r"kv_indices is 2 at \[0, 4, 1\]; it must be under 2,",
+    ),
 }
 
 
@@ -369,6 +435,9 @@ def test_check_values_passes_good_calls_and_decreasing_ids_fail() -> None:
         cu_seqlens_k=pool_offsets,
     )
     attention(**packed, check_values=True)
+    pools = {"cu_seqlens": OFFSETS, "cu_seqlens_k": torch.tensor([0, 4, 6], dtype=torch.int32)}
+    last_rows = OF_TWO_POOLS.clamp(max=1) + torch.tensor([2] * 4 + [0] * 4)[None, :, None]
+    attention(**arguments(kv_indices=last_rows, **pools), check_values=True)
     ids = torch.tensor([[0, 0, 1, 1, 0, 2, 2, 2]])
     with pytest.raises(ValueError, match=r"doc_ids is decreasing at \[0, 4\]"):
         attention(**arguments(doc_ids=ids), check_values=True)

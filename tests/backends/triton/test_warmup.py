@@ -36,7 +36,7 @@ def test_specs_that_the_backend_does_not_claim_are_refused_with_its_reasons(chan
     ("arguments", "error", "text"),
     [
         ((H100,), TypeError, r"specs is a CallSpec; .* a list of CallSpecs\. Put"),
-        ((None,), TypeError, "specs is a NoneType; it must be a list"),
+        ((None,), TypeError, "specs is None; it must be a list"),
         ((["gather"],), TypeError, r"specs\[0\] is a str; it must be a CallSpec"),
         (([CallSpec()],), ValueError, r"specs\[0\]\.capability is None; .* Pass capability=90"),
         (([H100._replace(heads=0)],), ValueError, "heads is 0; it must be 1 or more"),
