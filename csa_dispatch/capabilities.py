@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from .reasons import Reason
 from .spec import Spec
 from .validation import fail
+from .wording import quoted
 
 
 @runtime_checkable
@@ -88,7 +89,7 @@ class Between:
                 if name == "high" and value is None:
                     continue
                 wanted = "an int or None" if name == "high" else "an int"
-                fail(f"Between's {name}", repr(value), wanted, "Pass whole numbers.", TypeError)
+                fail(f"Between's {name}", quoted(value), wanted, "Pass whole numbers.", TypeError)
         if self.multiple_of < 1:
             fail("Between's multiple_of", self.multiple_of, "1 or more", "Leave it out for any.")
         if self.high is None:

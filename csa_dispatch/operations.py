@@ -42,7 +42,7 @@ def check_any_spec(spec: AnySpec) -> AnySpec:
                 fail(field, quoted(value), required, CHOICE_REMEDIES[field])
         elif type(default) in (int, bool) and type(value) is not type(default):
             kind = type(default).__name__
-            fail(field, repr(value), f"of type {kind}", f"Pass {kind}({field}).", TypeError)
+            fail(field, quoted(value), f"of type {kind}", f"Pass {kind}({field}).", TypeError)
         elif type(default) is int and value < (least := int(field != "pool")):
             fail(field, value, f"{least} or more", f"Leave it out for {default}.")
     check_device_fields(spec)
@@ -50,7 +50,7 @@ def check_any_spec(spec: AnySpec) -> AnySpec:
         needs = spec.needs_grad
         if not isinstance(needs, tuple) or [type(item) for item in needs] != [bool] * 3:
             required = "a bool for each of values, gates, position_bias"
-            fail("needs_grad", repr(needs), required, "Leave it out when none of them does.")
+            fail("needs_grad", quoted(needs), required, "Leave it out when none of them does.")
     if spec.documents == "doc_ids":
         required = f"none or cu_seqlens for {spec.operation}"
         fail("documents", repr("doc_ids"), required, "Pack them in a batch of 1, cu_seqlens.")

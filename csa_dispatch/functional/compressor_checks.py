@@ -43,6 +43,7 @@ def check_dense(name: str, tensor: Tensor | None, first: Tensor, of: str) -> Non
         fail(name, "a DTensor", "this rank's tensor", remedy, TypeError)
     if tensor.device != first.device:
         required = f"on the device of {of}, {first.device}"
+        # Meta tensors have no values to move.
         remedy = "Make it there." if tensor.is_meta else "Move one of them."
         fail(name, f"on {tensor.device}", required, remedy)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from csa_dispatch.size_remedies import indices_remedy
 from csa_dispatch.validation import DTYPES, MAX_SCALE, fail
-from csa_dispatch.wording import cast_remedy, number_remedy, told
+from csa_dispatch.wording import cast_remedy, number_remedy, quoted, told
 
 from .compressor_checks import check_dense, check_offsets, check_selection
 
@@ -31,7 +31,7 @@ def check_indexer_loss(
     """Raise for bad arguments of ``indexer_kl_loss``."""
     if reduction not in REDUCTIONS:
         remedy = "The default is 'mean'."
-        fail("reduction", repr(reduction), f"one of {', '.join(REDUCTIONS)}", remedy)
+        fail("reduction", quoted(reduction), f"one of {', '.join(REDUCTIONS)}", remedy)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (float, int))):
         remedy = number_remedy("scale", scale, float)
         fail("scale", told(scale), "a float or None", remedy, TypeError)

@@ -274,7 +274,9 @@ def _check_hidden(hidden: Tensor, config: CSAConfig, weight: Tensor) -> None:
         fail("hidden_states", "of no tokens", "of one or more", "Leave the call out.")
     if hidden.device != weight.device:
         required = f"on {weight.device}, as the layer's weights are"
-        fail("hidden_states", f"on {hidden.device}", required, "Move one of them.")
+        # Meta tensors have no values to move.
+        remedy = "Make it there." if hidden.is_meta else "Move one of them."
+        fail("hidden_states", f"on {hidden.device}", required, remedy)
     if hidden.dtype != weight.dtype and not any_autocast():
         required = f"of {weight.dtype}, as the layer's weights are"
         fail("hidden_states", f"of {hidden.dtype}", required, "Cast it, or use torch.autocast.")

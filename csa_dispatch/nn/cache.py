@@ -9,7 +9,7 @@ from ..api import attention
 from ..functional import CompressorState
 from ..functional.past import attention_with_past, complete_entries, window_rows
 from ..validation import fail
-from ..wording import a_kind, told
+from ..wording import a_kind, quoted, told
 from .checks import check_device
 from .config import CSAConfig
 
@@ -179,4 +179,4 @@ def _check(config: CSAConfig, batch: int, dtype: torch.dtype | None) -> None:
         fail("batch", batch, "1 or more", "Pass the number of sequences.")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         required = "a floating torch.dtype or None"
-        fail("dtype", repr(dtype), required, "Pass that of the layer's weights.", TypeError)
+        fail("dtype", quoted(dtype), required, "Pass that of the layer's weights.", TypeError)

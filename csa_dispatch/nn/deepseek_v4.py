@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..validation import fail
-from ..wording import a_kind, told
+from ..wording import a_kind, quoted, told
 from .checks import check_int, check_positive
 from .config import CSAConfig, Yarn
 
@@ -115,10 +115,10 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
         stretch = nested or _mapping("rope_scaling", fields.get("rope_scaling") or {})
     kind = stretch.get("rope_type", stretch.get("type", "default"))
     if kind not in ("default", "yarn"):
-        fail("the rope type", repr(kind), "'default' or 'yarn'", "V4 has no other.")
+        fail("the rope type", quoted(kind), "'default' or 'yarn'", "V4 has no other.")
     if stretch.get("attention_factor") not in (None, 1, 1.0):
         remedy = "V4 scales neither cosine nor sine: leave it out."
-        fail("attention_factor", repr(stretch["attention_factor"]), "1", remedy)
+        fail("attention_factor", quoted(stretch["attention_factor"]), "1", remedy)
     yarn = None
     if kind == "yarn":
         names = ("beta_fast", "beta_slow")

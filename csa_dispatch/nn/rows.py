@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..validation import fail
-from ..wording import a_kind
+from ..wording import a_kind, quoted
 
 
 class Rows(NamedTuple):
@@ -58,7 +58,9 @@ class Tokens(NamedTuple):
 def rows_of(hidden_states: Tensor, layout: str) -> tuple[Tensor, Rows]:
     """Rows ``[N, C]`` of ``[B, T, C]`` (BSHD) or ``[T, B, C]`` (SBHD), and how they lie."""
     if layout not in ("BSHD", "SBHD"):
-        fail("layout", repr(layout), "'BSHD' or 'SBHD'", "Transpose hidden_states to one of them.")
+        fail(
+            "layout", quoted(layout), "'BSHD' or 'SBHD'", "Transpose hidden_states to one of them."
+        )
     if not isinstance(hidden_states, Tensor):
         fail(
             "hidden_states",

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import csa_dispatch
-from csa_dispatch import attention
+from csa_dispatch import CallSpec, attention
 from csa_dispatch.functional import attention_with_past, attention_with_window_lse
+from csa_dispatch.registry import backends
 from csa_dispatch.wording import a_kind, as_text, told
 
 
@@ -155,3 +156,27 @@ def test_unknown_backends_get_advice_that_fits() -> None:
         ValueError, match=r"documents is 'x'; it must be one of none, cu_seqlens. "
     ):
         csa_dispatch.explain(csa_dispatch.IndexerSpec(documents="x"), device="cpu")
+
+
+FAR = {"dtype": ("float64",), "heads": (1, 7, 300), "head_dim": (8, 600), "capability": (75,)}
+
+
+@pytest.mark.parametrize("name", ["attention_gym", "cudnn", "fa4", "flex"])
+@pytest.mark.parametrize("field", FAR)
+def test_a_backend_named_as_remedy_takes_the_value(name: str, field: str) -> None:
+    backend, triton = backends()[name].backend, backends()["triton"].backend
+    assert backend is not None
+    assert triton is not None
+    for claims in (backend.forward_capabilities, backend.backward_capabilities):
+        assert claims is not None
+        for value in FAR[field]:
+            spec = CallSpec(device_type="cuda", capability=90)._replace(**{field: value})
+            for reason in claims.reasons(spec):
+                if reason.field != field or "triton" not in reason.remedy.lower():
+                    continue
+                assert "split" not in reason.remedy
+                refused = {one.field for one in triton.forward_capabilities.reasons(spec)}
+                assert field not in refused or "eager" in reason.remedy
+                # With eager beside it, triton's own bound is told.
+                if field in refused:
+                    assert re.search("triton (up|for|below)|eager below", reason.remedy)

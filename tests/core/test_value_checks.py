@@ -67,6 +67,10 @@ def test_check_values_passes_good_calls_and_decreasing_ids_fail() -> None:
     pools = {"cu_seqlens": OFFSETS, "cu_seqlens_k": torch.tensor([0, 4, 6], dtype=torch.int32)}
     last_rows = OF_TWO_POOLS.clamp(max=1) + torch.tensor([2] * 4 + [0] * 4)[None, :, None]
     attention(**arguments(kv_indices=last_rows, **pools), check_values=True)
+    # Tokens behind the last document may name any row.
+    last_rows[:, 6:] = 5
+    pools["cu_seqlens"] = torch.tensor([0, 4, 6], dtype=torch.int32)
+    attention(**arguments(kv_indices=last_rows, **pools), check_values=True)
     ids = torch.tensor([[0, 0, 1, 1, 0, 2, 2, 2]])
     with pytest.raises(ValueError, match=r"doc_ids is decreasing at \[0, 4\]"):
         attention(**arguments(doc_ids=ids), check_values=True)

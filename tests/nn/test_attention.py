@@ -168,8 +168,23 @@ def test_bad_arguments_are_named(make_layer, hidden, kind):
     layer = make_layer(kind)
     with pytest.raises(ValueError, match="layout is 'BHSD'"):
         layer(hidden(1, 8), layout="BHSD")
-    with pytest.raises(ValueError, match="hidden_states is of shape"):
-        layer(hidden(1, 8)[0])
+    for shape, layout, remedy in (
+        ((8, 32), "BSHD", r"hidden_states.unsqueeze\(0\)"),
+        ((8, 32), "SBHD", r"hidden_states.unsqueeze\(1\)"),
+        ((1, 1, 8, 32), "BSHD", "Drop or merge dimensions"),
+        ((32,), "BSHD", "Reshape it"),
+    ):
+        with pytest.raises(ValueError, match=f"hidden_states is of shape .*{remedy}"):
+            layer(torch.ones(shape), layout=layout)
+    for device, error in (("gpu", ValueError), (3, TypeError), ([], TypeError)):
+        with pytest.raises(error, match="device is .*; it must be a torch.device, its name or"):
+            CompressedSparseAttention(layer.config, device=device)
+        with pytest.raises(error, match="device is .*; it must be a torch.device, its name or"):
+            LayerCache(layer.config, 1, device=device)
+    with pytest.raises(ValueError, match=r"hidden_size is 10+; it must be an int from 1 to 92233"):
+        config_of(**{**KINDS[kind], "hidden_size": 10**30})
+    with pytest.raises(TypeError, match="cache is an int; it must be"):
+        layer(hidden(1, 8), cache=1)
     with pytest.raises(TypeError, match="hidden_states is a list"):
         layer([hidden(1, 8)])
     with pytest.raises(ValueError, match="hidden_states is of 31 channels"):
@@ -178,7 +193,7 @@ def test_bad_arguments_are_named(make_layer, hidden, kind):
         layer(hidden(1, 8)[:, :0])
     with pytest.raises(ValueError, match=r"hidden_states is of torch.float16; .* Cast it"):
         layer(hidden(1, 8).half())
-    with pytest.raises(ValueError, match="hidden_states is on meta; it must be on cpu"):
+    with pytest.raises(ValueError, match="hidden_states is on meta; it must be on cpu.*Make it"):
         layer(hidden(1, 8).to("meta"))
     with pytest.raises(TypeError, match="dense is 'no'"):
         layer(hidden(1, 8), dense="no")
