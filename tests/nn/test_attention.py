@@ -177,9 +177,9 @@ def test_bad_arguments_are_named(make_layer, hidden, kind):
         with pytest.raises(ValueError, match=f"hidden_states is of shape .*{remedy}"):
             layer(torch.ones(shape), layout=layout)
     for device, error in (("gpu", ValueError), (3, TypeError), ([], TypeError)):
-        with pytest.raises(error, match="device is .*; it must be a torch.device, its name or"):
+        with pytest.raises(error, match=r"device is .*; it must be a torch.device, its name or"):
             CompressedSparseAttention(layer.config, device=device)
-        with pytest.raises(error, match="device is .*; it must be a torch.device, its name or"):
+        with pytest.raises(error, match=r"device is .*; it must be a torch.device, its name or"):
             LayerCache(layer.config, 1, device=device)
     with pytest.raises(ValueError, match=r"hidden_size is 10+; it must be an int from 1 to 92233"):
         config_of(**{**KINDS[kind], "hidden_size": 10**30})
@@ -193,7 +193,7 @@ def test_bad_arguments_are_named(make_layer, hidden, kind):
         layer(hidden(1, 8)[:, :0])
     with pytest.raises(ValueError, match=r"hidden_states is of torch.float16; .* Cast it"):
         layer(hidden(1, 8).half())
-    with pytest.raises(ValueError, match="hidden_states is on meta; it must be on cpu.*Make it"):
+    with pytest.raises(ValueError, match=r"hidden_states is on meta; it must be on cpu.*Make it"):
         layer(hidden(1, 8).to("meta"))
     with pytest.raises(TypeError, match="dense is 'no'"):
         layer(hidden(1, 8), dense="no")
