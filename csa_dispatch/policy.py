@@ -12,9 +12,9 @@ A policy file::
     [[rule]]
     prefer = ["eager"]
 
-The first rule whose ``when`` matches decides. Keys of ``when`` are CallSpec fields; a value is
-one value, a list of values, or ``{ min, max, multiple_of }``. An entry ``"a+b"`` runs forward
-on a and backward on b.
+The first rule whose ``when`` matches decides. Keys of ``when`` are CallSpec fields but
+needs_grad; a value is one value, a list of values, or ``{ min, max, multiple_of }``. An entry
+``"a+b"`` runs forward on a and backward on b.
 
 A rule is about ``attention()`` unless its ``operation`` names another operation; then the keys of
 ``when`` are fields of that operation's spec. A policy without any rule about an operation leaves
