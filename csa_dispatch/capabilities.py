@@ -161,19 +161,10 @@ class Claims:
     ``remedies`` maps a field to advice shown in its Reason. ``predicates`` are small named
     functions for constraints that combine fields; each has a docstring that states the
     constraint, used in the support table.
-
-    Raises:
-        TypeError: a field that is no set of values.
     """
 
     predicates: tuple[Predicate, ...] = ()
     remedies: tuple[tuple[str, str], ...] = ()
-
-    def __post_init__(self) -> None:
-        for name, allowed in self.bounds().items():
-            if not isinstance(allowed, Allowed):
-                remedy = "Write OneOf((value,)) for one value."
-                fail(name, repr(allowed), "OneOf, Between or the like", remedy, TypeError)
 
     def bounds(self) -> dict[str, Allowed]:
         """The fields this statement bounds, in the order of the class."""

@@ -33,9 +33,9 @@ def told(value: object) -> str:
 
 
 def quoted(value: object, most: int = SHOWN) -> str:
-    """``repr(value)`` on one line, bounded."""
+    """``repr(value)`` on one line, bounded; while dynamo traces, what it follows."""
     if torch.compiler.is_compiling():
-        return f"{value!r}"
+        return repr(value) if isinstance(value, str) else as_text(value)
     try:
         text = repr(value)
     except ValueError:  # a long int, or a container of some

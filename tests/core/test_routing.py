@@ -181,6 +181,14 @@ def test_bounds_that_no_number_meets_are_refused(
         Between(*bounds)
 
 
+@pytest.mark.parametrize("values", ["cuda", ["cuda"], 64])
+def test_a_set_of_values_is_a_tuple(values: Any) -> None:
+    with pytest.raises(TypeError, match=r"OneOf's values is .*; it must be a tuple\."):
+        OneOf(values)
+    with pytest.raises(TypeError, match="OneOf's others is"):
+        OneOf(("cpu",), others=values)
+
+
 @pytest.mark.parametrize(
     "allowed",
     [
