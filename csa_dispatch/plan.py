@@ -34,6 +34,7 @@ from .tracing import constant_when_traced
 from .transforms import any_autocast
 from .validation import check_flag, fail
 from .value_checks import check_values as check_values_of
+from .wording import a_kind
 
 
 @constant_when_traced
@@ -72,7 +73,7 @@ class Plan:
         """
         if spec is not None and not isinstance(spec, CallSpec):
             remedy = "describe_call() makes one from the arguments of attention()."
-            fail("spec", f"a {type(spec).__name__}", "a CallSpec or None", remedy, TypeError)
+            fail("spec", a_kind(spec), "a CallSpec or None", remedy, TypeError)
         asked = self.spec if spec is None else check_spec(spec)
         return entry_reasons(asked, Entry(self.forward, self.backward))
 
@@ -179,7 +180,7 @@ class Plan:
         """
         if not isinstance(data, dict):
             remedy = "Pass what Plan.to_dict() returned."
-            fail("data", f"a {type(data).__name__}", "a dict", remedy, TypeError)
+            fail("data", a_kind(data), "a dict", remedy, TypeError)
         keys = ("spec", "forward", "backward", "policy", "why", "versions")
         lacking = [key for key in keys if key not in data]
         if lacking:

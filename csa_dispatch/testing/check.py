@@ -16,6 +16,7 @@ from csa_dispatch.backend import Backend
 from csa_dispatch.call import Call, Gradients
 from csa_dispatch.call_spec import GRADIENT_INPUTS
 from csa_dispatch.reasons import BackendRefused
+from csa_dispatch.wording import a_kind
 
 from .budgets import Target, TensorVerdict, gradient_tensors, judge
 from .cases import Case, Inputs, build, to_call
@@ -237,7 +238,7 @@ def _outline(found: object) -> str:
     """What something is, in a few words: types alone."""
     if isinstance(found, tuple):
         return f"({', '.join(type(item).__name__ for item in found)})"
-    return "None" if found is None else f"a {type(found).__name__}"
+    return a_kind(found)
 
 
 def attention_run(

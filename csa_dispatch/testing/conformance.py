@@ -9,6 +9,7 @@ import torch
 
 from csa_dispatch.backend import Availability, Backend
 from csa_dispatch.validation import fail
+from csa_dispatch.wording import a_kind
 
 from .check import innermost
 from .conformance_checks import AVAILABILITY, CHECKS, Check
@@ -55,7 +56,7 @@ def check_backend(
         ValueError: an unknown level or check, or a device that is not here.
     """
     if not isinstance(backend, Backend):
-        actual, remedy = f"a {type(backend).__name__}", "Pass an instance of your class."
+        actual, remedy = a_kind(backend), "Pass an instance of your class."
         fail("backend", actual, "a Backend instance", remedy, TypeError)
     if level not in LEVELS:
         fail("level", repr(level), " or ".join(LEVELS), f"Leave it out for {LEVELS[0]}.")
