@@ -45,7 +45,9 @@ FORWARD: dict[str, Table] = {
         # Three programs a multiprocessor instead of two: the cap is worth a third at 64 rows.
         128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 2, 168)},
         256: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 8, 2)},
-        512: {16: (64, 4, 2), 32: (64, 8, 2), 64: (64, 8, 2)},
+        # A cap gains at 384 and 512, and loses a tenth at 320.
+        320: {16: (64, 4, 2), 32: (64, 8, 2), 64: (64, 8, 2)},
+        512: {16: (32, 4, 2, 128), 32: (64, 8, 2), 64: (64, 8, 2)},
         576: {16: (32, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
     },
     "163 KB": {
@@ -65,6 +67,7 @@ FORWARD: dict[str, Table] = {
 }
 FORWARD["blackwell"] = FORWARD["hopper"] | {
     128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
+    320: {16: (64, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
     512: {16: (64, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
     576: {16: (32, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
 }
@@ -75,7 +78,7 @@ TOKEN_GRADIENT: dict[str, Table] = {
         # As in the forward; (64, 4, 2) without a cap is the measured alternative at 64 rows.
         128: {16: (64, 4, 2), 32: (64, 4, 2), 64: (32, 4, 2, 168)},
         256: {16: (32, 4, 2), 32: (32, 4, 2), 64: (64, 8, 2)},
-        512: {16: (32, 4, 2), 32: (32, 8, 2), 64: (64, 8, 1)},
+        512: {16: (32, 4, 2, 168), 32: (32, 8, 2), 64: (64, 8, 1)},
         576: {16: (32, 4, 2), 32: (16, 8, 2), 64: (32, 8, 1)},
     },
     "163 KB": {
@@ -196,8 +199,9 @@ def slot_rows_tile(capability: int, group: int, head_dim: int, element: int) -> 
     heads = next(size for size in (16, 32, 64, 128) if size >= min(group, 64 if narrow else 128))
     if head_dim <= 128 and group <= heads and not narrow:
         return SlotTile(64 if head_dim <= 64 else 128, heads, 32, 4, 3)
+    slots = 32 if family(capability) == "hopper" and heads == 16 else 64
     # A step holds all of a larger group's blocks of heads, so it cannot hold two stages.
-    return SlotTile(64 if head_dim <= 64 else 128, heads, 64, 4, 2 if group <= heads else 1)
+    return SlotTile(64 if head_dim <= 64 else 128, heads, slots, 4, 2 if group <= heads else 1)
 
 
 class WindowTile(NamedTuple):
@@ -215,4 +219,6 @@ def window_rows_tile(capability: int, group: int, head_dim: int, element: int) -
         return WindowTile(64, 16, 4, 1)
     heads = next(size for size in (16, 32, 64) if size >= min(group, 64))
     stages = 2 if family(capability) in ("163 KB", "99 KB") else 3
+    if family(capability) == "hopper" and heads == 16 and head_dim > 256:
+        return WindowTile(256, heads, 4, stages)
     return WindowTile(64 if head_dim <= 64 else 128, heads, 4, stages)

@@ -78,7 +78,7 @@ BASE = CallSpec(needs_grad=(True, True, True, True))
 
 def _calls() -> dict[str, CallSpec]:
     calls: dict[str, CallSpec] = {}
-    for size in (64, 128, 256, 512, 576):
+    for size in (64, 128, 256, 320, 512, 576):
         base = BASE._replace(head_dim=size)
         dense = base._replace(kind=Kind.DENSE, compress_ratio=4)
         for heads in (16, 32, 64):
