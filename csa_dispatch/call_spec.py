@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -10,7 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .call import Call, Kind
-from .validation import DTYPES, fail
+from .validation import DTYPES, MAX_ROWS, fail
+from .wording import quoted
 
 GRADIENT_INPUTS = ("query", "local_kv", "sparse_kv", "attention_sink")
 
@@ -103,6 +105,9 @@ LEAST = {
 }
 """Fields of a CallSpec that are whole numbers, and the least that each can be."""
 
+MOST = {**dict.fromkeys(("tokens", "pool", "compress_ratio"), MAX_ROWS), "window": sys.maxsize}
+"""The most that some of them can be, as for calls."""
+
 ABSENT: dict[Kind, dict[str, tuple[object, str]]] = {
     Kind.WINDOW: {
         "pool": (0, "Name another kind, or leave it out: there is no pool."),
@@ -128,18 +133,18 @@ def check_device_fields(spec: Any) -> None:
     """
     if not isinstance(spec.device_type, str):
         remedy = 'Pass "cuda" or "cpu", say.'
-        fail("device_type", repr(spec.device_type), "a string", remedy, TypeError)
+        fail("device_type", quoted(spec.device_type), "a string", remedy, TypeError)
     capability = spec.capability
     if capability is not None:
         if isinstance(capability, bool) or not isinstance(capability, int):
             remedy = "Pass major * 10 + minor, as 90 for an H100."
-            fail("capability", repr(capability), "an int or None", remedy, TypeError)
+            fail("capability", quoted(capability), "an int or None", remedy, TypeError)
         if capability < 10:
             fail("capability", capability, "major * 10 + minor", "An H100's is 90.")
     for field in ("deterministic", "tracing"):
         value = getattr(spec, field)
         if not isinstance(value, bool):
-            fail(field, repr(value), "a bool", "Pass True or False.", TypeError)
+            fail(field, quoted(value), "a bool", "Pass True or False.", TypeError)
 
 
 def check_spec(spec: CallSpec) -> CallSpec:
@@ -154,31 +159,36 @@ def check_spec(spec: CallSpec) -> CallSpec:
     """
     if not isinstance(spec.kind, str) or spec.kind not in list(Kind):
         required = f"one of {', '.join(kind.value for kind in Kind)}"
-        fail("kind", repr(spec.kind), required, "Name one in full, as Kind.DENSE is.")
+        fail("kind", quoted(spec.kind), required, "Name one in full, as Kind.DENSE is.")
     for field, allowed in CHOICES.items():
         value = getattr(spec, field)
         if not isinstance(value, str) or value not in allowed:
-            fail(field, repr(value), f"one of {', '.join(allowed)}", CHOICE_REMEDIES[field])
+            fail(field, quoted(value), f"one of {', '.join(allowed)}", CHOICE_REMEDIES[field])
     spec = spec._replace(kind=Kind(spec.kind))
     for field, smallest in {**LEAST, "compress_ratio": int(spec.kind is Kind.DENSE)}.items():
         value = getattr(spec, field)
         if isinstance(value, bool) or not isinstance(value, int):
-            fail(field, repr(value), "an int", f"Pass int({field}).", TypeError)
+            fail(field, quoted(value), "an int", f"Pass int({field}).", TypeError)
         if value < smallest:
             default = spec._field_defaults[field]
             remedy = f"Leave it out for {default}." if default >= smallest else "V4 has 128."
             fail(field, value, f"{smallest} or more", remedy)
+        if value > MOST.get(field, value):
+            fail(field, value, f"at most {MOST[field]}", "No call can have so many.")
     check_device_fields(spec)
     for field, (value, remedy) in ABSENT[spec.kind].items():
         found = getattr(spec, field)
         if found not in (value, spec._field_defaults[field]):
-            fail(field, repr(found), f"{value} for kind {spec.kind.value}", remedy)
+            fail(field, quoted(found), f"{value} for kind {spec.kind.value}", remedy)
     if spec.kind is Kind.GATHER and spec.index_dtype == "none":
         fail("index_dtype", "'none'", "int32 or int64 for kind gather", "Leave it out for int32.")
     needs = spec.needs_grad
     if not isinstance(needs, tuple) or [type(item) for item in needs] != [bool] * 4:
         required = f"a bool for each of {', '.join(GRADIENT_INPUTS)}"
-        fail("needs_grad", repr(needs), required, "Leave it out when none of them does.")
+        fail("needs_grad", quoted(needs), required, "Leave it out when none of them does.")
+    if spec.sink not in ("none", "float32", spec.dtype):
+        required = f"none, float32 or {spec.dtype}, as dtype is"
+        fail("sink", quoted(spec.sink), required, "Name float32, which goes with every dtype.")
     if spec.heads % spec.kv_heads:
         required = f"a divisor of the {spec.heads} heads"
         fail("kv_heads", spec.kv_heads, required, "Leave it out for one shared head.")

@@ -37,7 +37,7 @@ def parse_device(device: str) -> tuple[str, int | None]:
     )
     if not isinstance(device, str):
         fail("device", repr(device), wanted, "Pass a name, as 'cpu'.", TypeError)
-    match = re.fullmatch(r"sm_?(\d{2,3})[af]?", device)
+    match = re.fullmatch(r"sm_?([1-9]\d{1,2})[af]?", device)
     if match:
         return "cuda", int(match.group(1))
     if device == "cuda" or not (re.fullmatch(r"[a-z]+", device) and _is_device_type(device)):

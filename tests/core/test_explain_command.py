@@ -95,6 +95,7 @@ def test_a_refusal_shows_its_reasons_and_exits_1():
         ("--compress-ratio 4", "--compress-ratio is 4; it must be left out with --kind gather"),
         ("--kind dense-compressed --slots 5", "--slots is 5; it must be left out"),
         ("--operation indexer", "operation is 'indexer'; it must be one of attention"),
+        ("--device sm_09", "device is 'sm_09'; it must be a CUDA architecture"),
     ],
 )
 def test_a_bad_option_is_named_and_exits_2(arguments: str, message: str):
@@ -126,6 +127,12 @@ def test_a_bad_option_is_named_and_exits_2(arguments: str, message: str):
         (CallSpec(kind=Kind.WINDOW, compress_ratio=4), "compress_ratio is 4; it must be 0"),
         (CallSpec(compress_ratio=4), "compress_ratio is 4; it must be 0 for kind gather"),
         (CallSpec(index_dtype="none"), "index_dtype is 'none'; it must be int32 or int64"),
+        (CallSpec(tokens=2**31), f"tokens is {2**31}; it must be at most {2**31 - 1}"),
+        (CallSpec(pool=2**31), f"pool is {2**31}; it must be at most"),
+        (CallSpec(window=2**63), f"window is {2**63}; it must be at most"),
+        (CallSpec(tokens=10**5000), "tokens is an int of 16610 bits; it must be at most"),
+        (CallSpec(kind=[10**5000]), "kind is too long to write out"),  # type: ignore[arg-type]
+        (CallSpec(sink="float16"), "sink is 'float16'; it must be none, float32 or bfloat16"),
         (
             CallSpec(kind=Kind.DENSE, compress_ratio=4, slots=5),
             "slots is 5; it must be 0 for kind dense-compressed",
