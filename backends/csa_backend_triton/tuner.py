@@ -39,6 +39,12 @@ TABLES: dict[str, dict[str, Table]] = {
 WORTH = 0.98
 """A tile replaces the table's when it takes at most this share of its time."""
 
+FINALISTS = 3
+"""Candidates that are measured again, as they are and with caps on registers."""
+
+REGISTERS = 65536
+"""Of a multiprocessor of any architecture that the kernels run on."""
+
 
 class Place(NamedTuple):
     """Where an entry stands in ``TABLES``."""
@@ -89,13 +95,24 @@ def candidates(entry: Entry) -> list[Entry]:
     return list(found)
 
 
+def capped(entry: Entry) -> list[Entry]:
+    """The tile with its registers capped so that two, three or four programs share them."""
+    keys, warps, stages, *_ = entry
+    caps = [REGISTERS // (32 * warps * programs) // 8 * 8 for programs in (2, 3, 4)]
+    return [(keys, warps, stages, cap) for cap in caps if 80 <= cap < 255]
+
+
 def choose(place: Place, times: Callable[[list[Entry]], dict[Entry, float]]) -> Entry:
     """The fastest candidate by ``times``, put in force if it is worth it.
 
-    ``times`` leaves out candidates that cannot run.
+    ``times`` leaves out candidates that cannot run. The best few have a second round.
     """
     before = entry_at(place)
     found = times(candidates(before))
+    put(place, before)
+    ahead = sorted(found, key=lambda entry: found[entry])[:FINALISTS]
+    finals = dict.fromkeys([before, *ahead, *(entry for one in ahead for entry in capped(one))])
+    found = times(list(finals))
     put(place, before)
     if before not in found:
         return before

@@ -15,6 +15,7 @@ from csa_backend_triton.tuner import (
     Entry,
     Place,
     candidates,
+    capped,
     choose,
     entry_at,
     put,
@@ -56,6 +57,24 @@ def test_a_tile_replaces_the_tables_when_it_is_worth_it(milliseconds: float, kep
 
     assert choose(PLACE, times) == (other if kept else before)
     assert entry_at(PLACE) == (other if kept else before)
+
+
+def test_the_best_tiles_are_tried_with_caps_on_registers() -> None:
+    assert capped((32, 4, 2)) == [(32, 4, 2, 168), (32, 4, 2, 128)]
+    assert capped((32, 8, 2, 168)) == [(32, 8, 2, 128), (32, 8, 2, 80)]
+    rounds: list[list[Entry]] = []
+
+    def times(entries: list[Entry]) -> dict[Entry, float]:
+        assert entry_at(PLACE) == (64, 4, 3)  # what results are compared with
+        rounds.append(entries)
+        put(PLACE, entries[-1])
+        cost = {(32, 4, 2): 0.8, (32, 4, 3): 0.85, (64, 8, 3): 0.9, (32, 4, 3, 128): 0.7}
+        return {entry: cost.get(entry, 1.0) for entry in entries}
+
+    assert choose(PLACE, times) == entry_at(PLACE) == (32, 4, 3, 128)
+    assert len(rounds) == 2
+    assert rounds[1][:4] == [(64, 4, 3), (32, 4, 2), (32, 4, 3), (64, 8, 3)]
+    assert len(rounds[1]) == len(set(rounds[1])) == 10
 
 
 def test_what_cannot_be_compared_changes_nothing() -> None:
