@@ -23,6 +23,7 @@ from csa_dispatch.call import Call, Kind, token_bounds
 from csa_dispatch.call_spec import CallSpec, check_spec, device_capability
 from csa_dispatch.parity.files import check_writable, write_atomically
 from csa_dispatch.validation import fail
+from csa_dispatch.wording import quoted
 
 from .compiling import compile_spec, meta_call
 from .portable_backward import backward
@@ -215,6 +216,17 @@ def save_tiles(path: str, entries: list[tuple[Place, Entry]]) -> None:
     write_atomically(path, json.dumps(data, indent=1) + "\n")
 
 
+def _is_entry(sizes: object) -> bool:
+    """Whether these are keys, warps, stages and perhaps a cap, as a tile can have them."""
+    if not isinstance(sizes, list) or len(sizes) not in (3, 4):
+        return False
+    if any(type(size) is not int for size in sizes):
+        return False
+    keys, warps, stages, *cap = sizes
+    powers = keys in (8, 16, 32, 64, 128, 256) and warps in (1, 2, 4, 8, 16)
+    return powers and 1 <= stages <= 8 and all(24 <= registers <= 255 for registers in cap)
+
+
 def load_tiles(path: str) -> int:
     """Put the entries of a file that the tuner wrote in force, in this process; how many.
 
@@ -227,12 +239,10 @@ def load_tiles(path: str) -> int:
     try:
         for item in json.loads(Path(path).read_text()):
             place = Place(*(item[field] for field in Place._fields))
-            keys, warps, stages, *cap = item["entry"]
-            sizes = [keys, warps, stages, *cap]
-            if not all(isinstance(size, int) and size > 0 for size in sizes) or len(cap) > 1:
-                raise ValueError(f"{sizes} are no tile")
+            if not _is_entry(item["entry"]):
+                raise ValueError(f"{quoted(item['entry'])} is no tile")
             entry_at(place)
-            found.append((place, tuple(sizes)))
+            found.append((place, tuple(item["entry"])))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path}: not tiles of csa_backend_triton: {error!r}; tune again with this version."

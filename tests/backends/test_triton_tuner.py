@@ -123,6 +123,13 @@ def test_saved_tiles_take_effect_when_loaded(tmp_path: Path) -> None:
         {"rows": 17},
         {"entry": [32, 8]},
         {"entry": [32, 8, "2"]},
+        {"entry": [32, 8, True]},
+        {"entry": [33, 8, 2]},
+        {"entry": [32, 3, 2]},
+        {"entry": [32, 8, 0]},
+        {"entry": [32, 8, 2, 4]},
+        {"entry": [32, 8, 2, 168, 168]},
+        {"entry": "abc"},
         {"table": 1},
     ],
 )
