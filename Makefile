@@ -24,8 +24,8 @@ OTHERS := $(addprefix --ignore ,$(INTERPRETED))
 NEWER_TRITON := .venv/triton-3.9.0
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint typecheck unit interpreted newer-triton measured parity parity-all
-.PHONY: parity-edge docs format clean distclean
+.PHONY: help env demo test lint typecheck unit interpreted newer-triton measured slow parity
+.PHONY: parity-all parity-edge docs format clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,10 @@ newer-triton: env ## compile the kernels with Triton 3.9 too, and interpret a fe
 
 measured: env ## tests that measure time or memory, one at a time
 	$(PYTEST) -m 'serial and not slow' $(OTHERS)
+
+slow: env ## what `make test` runs a part of, in full: an hour or more
+	$(PYTEST) -n $(WORKERS) -m slow $(OTHERS)
+	$(PYTEST) -n $(WORKERS) -m slow $(INTERPRETED)
 
 parity: env ## every backend against the float64 oracle, beside edge cells; writes out/parity.html
 	$(MAKE) --no-print-directory -j $(WORKERS) parity-all parity-edge

@@ -16,16 +16,27 @@ import pytest
 PROGRAM = Path(__file__).with_name("cross_compile.py")
 
 TENSOR_MEMORY_COLUMNS = 512
-SPILL_LIMIT = 2048 if metadata.version("triton").startswith("3.6.") else 8192
+OLDEST_TRITON = metadata.version("triton").startswith("3.6.")
+SPILL_LIMIT = 2048 if OLDEST_TRITON else 8192
 """Bytes spilled by a kernel, stores and loads together, over its whole text. Wide heads keep a
 64-row accumulator in registers and spill addresses around the loops. The tiles were chosen with
 Triton 3.6; what later ones spill with the same tiles is only kept from growing."""
+
+PACKED_SPILL_LIMIT = 4608 if OLDEST_TRITON else 8192
+"""The same for tiles of several tokens, which hold a block's cleaned keys in registers too."""
 
 REDUCED = {
     80: ("gather-512-64",),
     86: ("gather-512-64",),
     89: ("gather-576-16",),
-    90: ("gather-512-64", "deterministic-128", "dense-512", "packed"),
+    90: (
+        "gather-512-64",
+        "gather-320-16",
+        "deterministic-128",
+        "dense-512",
+        "dense-512-own-kv",
+        "packed",
+    ),
     100: ("gather-512-64", "gather-128-64"),
     103: ("window-512",),
     120: ("dense-128",),
@@ -55,7 +66,8 @@ def check(capability: int, kernels: list[dict[str, Any]]) -> None:
             faults.append(f"{title}: {kernel['shared']} B of shared memory")
         if kernel["tensor_memory"] > TENSOR_MEMORY_COLUMNS:
             faults.append(f"{title}: {kernel['tensor_memory']} columns of tensor memory")
-        if kernel["spills"] > SPILL_LIMIT:
+        packed = kernel["constants"].get("SINGLE") is False
+        if kernel["spills"] > (PACKED_SPILL_LIMIT if packed else SPILL_LIMIT):
             faults.append(f"{title}: spills {kernel['spills']} B")
         by_keys = kernel["kernel"] == "key_gradient_kernel"
         rows = kernel["constants"].get("KEYS" if by_keys else "ROWS", 0)
