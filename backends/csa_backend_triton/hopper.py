@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from csa_dispatch.call_spec import CallSpec
 
 WORKSPACE = 512 * 2**20
-"""Bytes the fp32 dKV buffer may take."""
+"""Bytes that the fp32 dKV buffer, delta and the plan may take."""
+
+PLAN_BYTES = 16
+"""Of a token: ``hopper_plan``."""
 
 ORDERED_SUMS = 128 * 2**20
 """Bytes the pool's fp32 sums may take in a deterministic backward, which needs other buffers."""
@@ -100,7 +103,11 @@ def supports_backward(spec: CallSpec) -> bool:
     if spec.deterministic:
         pool_bytes = spec.batch * spec.pool * HEAD_DIM * 4
         return fitting and spec.kind is not Kind.DENSE and pool_bytes <= ORDERED_SUMS
-    return fitting and spec.batch * (spec.tokens + spec.pool) * spec.head_dim * 4 <= WORKSPACE
+    row_bytes = spec.head_dim * 4
+    token_bytes = row_bytes + spec.heads * 4 + PLAN_BYTES
+    return (
+        fitting and spec.batch * (spec.tokens * token_bytes + spec.pool * row_bytes) <= WORKSPACE
+    )
 
 
 def forward(call: Call, bounds: TokenBounds | None) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,8 @@ from torch import Tensor
 from .hopper_operands import HEAD_BLOCK, HEAD_DIM, cast_rows, multiprocessors
 from .launching import launch
 from .operands import Operands
-from .pool_rows import SlotOrders
+from .pool_rows import SORT_BYTES, SlotOrders
+from .workspace import room
 
 CHUNK_BYTES = 336 << 20
 """Most that a chunk's rows take, the pool's fp32 sums included; sorting takes 128 MiB besides."""
@@ -109,8 +110,9 @@ def _kernels():
 
 def chunk_tokens(query: Tensor, rows: int, head_blocks: int, places: int, pool_rows: int) -> int:
     """Tokens of a chunk: full rounds of the persistent programs, as many as there is room for."""
-    room = CHUNK_BYTES - pool_rows * HEAD_DIM * 4
-    items = max(room // (places * HEAD_DIM * 2), 1)
+    batch, heads, tokens, _ = query.shape
+    free = room(CHUNK_BYTES, SORT_BYTES, batch, heads, tokens) - pool_rows * HEAD_DIM * 4
+    items = max(free // (places * HEAD_DIM * 2), 1)
     programs = multiprocessors(query)
     if items > programs:
         items -= items % programs

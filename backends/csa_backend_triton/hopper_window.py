@@ -18,6 +18,7 @@ from .launching import launch
 from .operands import operands_of
 from .sink_gradient import sink_gradient
 from .upstream import Upstream
+from .workspace import room
 
 WINDOW = 128
 """Keys that fit."""
@@ -214,7 +215,7 @@ class _KeyGradient:
         self.splits, self.split_groups = split_heads(2 * self.runs, heads, multiprocessors(query))
         tile_rows = 2 * -(-heads // GROUP) * TILE_ROWS
         run_bytes = tile_rows * 2 * 2 * (WINDOW + MORE) + self.splits * RUN_KEYS * HEAD_DIM * 4
-        chunk_runs = CHUNK_BYTES // run_bytes
+        chunk_runs = room(CHUNK_BYTES, 0, batch, heads, tokens) // run_bytes
         # Whole rounds of programs, two a run: a few runs more would take a round of their own.
         round_runs = max(multiprocessors(query) // 2, 1)
         if round_runs < chunk_runs < self.runs:

@@ -19,10 +19,13 @@ from .tile_table import SlotTile, slot_rows_tile
 from .upstream import Upstream
 
 SORT_BYTES = 128 << 20
-"""Most that sorting may take; it is done before a chunk's buffers are."""
+"""Most that sorting may take, beside a chunk's buffers."""
 
 SORT_BYTES_A_SLOT = 48
 """Keys, positions and what torch's sort copies of both."""
+
+SORT_BYTES_A_ROW = 24
+"""Its number and its pointer, for each chunk."""
 
 
 class PoolRows:
@@ -152,7 +155,9 @@ class SlotOrders:
 
     def __init__(self, operands: Operands, chunk: int) -> None:
         self._operands, self._tokens = operands, chunk
-        self._together = max(SORT_BYTES // (chunk * operands.slots * SORT_BYTES_A_SLOT), 1)
+        pool_rows = operands.call.query.shape[0] * operands.pool_rows + 1
+        chunk_bytes = chunk * operands.slots * SORT_BYTES_A_SLOT + pool_rows * SORT_BYTES_A_ROW
+        self._together = max(SORT_BYTES // chunk_bytes, 1)
         self._first = -1
         self._sorted: tuple[Tensor, Tensor] | None = None
 

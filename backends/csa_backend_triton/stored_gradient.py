@@ -13,11 +13,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from .operands import Operands
-from .pool_rows import PoolRows
+from .pool_rows import SORT_BYTES, PoolRows
 from .stored_scores import CHUNK_BYTES, WORKSPACE_BYTES, allocate
 from .tile_table import SlotTile, Tile, WindowTile
 from .upstream import Upstream, token_gradient
 from .window_rows import WindowRows
+from .workspace import room
 
 
 def stored_gradient(
@@ -38,15 +39,17 @@ def stored_gradient(
     64 columns of the sums need more; tiles override the tables, for tuning.
     """
     operands = upstream.operands
-    batch, _, tokens, _ = operands.call.query.shape
+    batch, heads, tokens, _ = operands.call.query.shape
+    sorting = SORT_BYTES if slots and deterministic else 0
+    workspace = room(workspace, sorting, batch, heads, tokens)
     grad_pool = None
     if slots and operands.pool is not None:
         grad_pool = operands.pool.new_empty(operands.pool.shape)
     width = columns_at_once(operands, workspace) if slots else operands.head_dim.size
     sums = _sum_bytes(operands, width) if slots else 0
     # Sums that outgrow the workspace leave chunks their share: short ones would take forever.
-    room = max(workspace - sums, workspace * 2 // 5)
-    stored = allocate(operands, window, slots, deterministic, min(room, CHUNK_BYTES))
+    rest = max(workspace - sums, workspace * 2 // 5)
+    stored = allocate(operands, window, slots, deterministic, min(rest, CHUNK_BYTES))
     rows = WindowRows(upstream, stored, window_tile) if window else None
     for column in range(0, operands.head_dim.size, width):
         columns = slice(column, min(column + width, operands.head_dim.size))

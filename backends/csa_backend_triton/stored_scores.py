@@ -56,6 +56,17 @@ def score_dtype(operands: Operands) -> torch.dtype:
     return torch.bfloat16 if is_bf16 else torch.float32
 
 
+def score_bytes(operands: Operands, places: int) -> int:
+    """Of a token's P and dS."""
+    padded_heads = -(-operands.call.query.shape[1] // 16) * 16
+    return 2 * places * padded_heads * score_dtype(operands).itemsize
+
+
+def kept_tokens(operands: Operands) -> int:
+    """Tokens whose scores the window's gradient may still need, beside the chunk's."""
+    return operands.window + WINDOW_KEYS
+
+
 def allocate(
     operands: Operands,
     window: bool,
@@ -73,12 +84,14 @@ def allocate(
     dtype = score_dtype(operands)
     places = (operands.window if window else 0) + (operands.slots if slots else 0)
     padded_heads = -(-heads // 16) * 16
-    kept_bytes = 2 * places * padded_heads * dtype.itemsize
+    kept_bytes = score_bytes(operands, places)
     token_bytes = kept_bytes
+    row_bytes = operands.kv_heads * head_dim * dtype.itemsize
     if slots and deterministic:
-        row_bytes = operands.kv_heads * head_dim * dtype.itemsize
         token_bytes += operands.slots * row_bytes
-    kept = operands.window + WINDOW_KEYS if window else 0
+    if window and operands.kv_heads > 1:
+        token_bytes += row_bytes  # ``window_rows`` copies a chunk's gradient
+    kept = kept_tokens(operands) if window else 0
     room = max((workspace - kept * kept_bytes) // token_bytes, 1)
     chunks = max(-(-batch * tokens // room), 1)
     chunk = max(-(-batch * tokens // chunks), 1)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .launching import capability_of, launch, programs_to_fill
 from .operands import Operands
-from .stored_scores import WINDOW_KEYS, Stored
+from .stored_scores import CHUNK_BYTES, WINDOW_KEYS, Stored, kept_tokens, score_bytes
 from .tile_table import WindowTile, window_rows_tile
 from .upstream import Upstream
 from .window_rows_kernel import window_rows_kernel
@@ -21,11 +21,15 @@ def keeps_window(operands: Operands) -> bool:
 
     Recomputing takes the whole head dimension in registers, so wide heads store. So does bf16 of
     head_dim 128, which gains a tenth on an H200. Tiles that pack several tokens' heads do not
-    store: their groups are too small to gain.
+    store: their groups are too small to gain. Nor may what is kept beside a chunk fill its share
+    of the workspace, as thousands of slots would.
     """
     size = operands.head_dim.size
     gains = size > 256 or (size == 128 and operands.call.query.dtype == torch.bfloat16)
-    return gains and operands.group > 4 and 0 < operands.window <= MAX_WINDOW
+    if not gains or operands.group <= 4 or not 0 < operands.window <= MAX_WINDOW:
+        return False
+    kept_bytes = score_bytes(operands, operands.window + operands.slots)
+    return kept_tokens(operands) * kept_bytes <= CHUNK_BYTES * 3 // 4
 
 
 class WindowRows:
@@ -44,8 +48,8 @@ class WindowRows:
         )
         self._blocks = -(-tokens // WINDOW_KEYS)
         self._done = 0
-        shape = (batch * self._blocks, upstream.operands.kv_heads, WINDOW_KEYS, head_dim)
-        self._rows = query.new_empty(shape)
+        kv_heads = upstream.operands.kv_heads
+        self._rows = query.new_empty((batch, kv_heads, self._blocks, WINDOW_KEYS, head_dim))
 
     def advance(self, end: int) -> None:
         """Finish the key blocks whose readers are all among the first ``end`` flat tokens."""
@@ -59,10 +63,7 @@ class WindowRows:
 
     def gradient(self) -> Tensor:
         """``[B, G, T, D]``."""
-        query = self._upstream.operands.call.query
-        batch, _, tokens, head_dim = query.shape
-        rows = self._rows.view(batch, self._blocks, -1, WINDOW_KEYS, head_dim).transpose(1, 2)
-        return rows.reshape(batch, rows.shape[1], -1, head_dim)[:, :, :tokens]
+        return self._rows.flatten(2, 3)[:, :, : self._upstream.operands.call.query.shape[2]]
 
     def _finish(self, first: int, end: int) -> None:
         operands, _, lse, grad_output, delta = self._upstream
@@ -71,9 +72,13 @@ class WindowRows:
         pieces = -(-head_dim // tile.columns)
         programs = (end - first) * pieces * operands.kv_heads
         parts = max(min(programs_to_fill(query) // programs, operands.window), 1)
-        target = self._rows[first:end]
+        shape = (end - first, operands.kv_heads, WINDOW_KEYS, head_dim)
         if parts > 1:
-            target = query.new_empty((parts, *target.shape), dtype=torch.float32)
+            target = query.new_empty((parts, *shape), dtype=torch.float32)
+        elif operands.kv_heads == 1:
+            target = self._rows.flatten(0, 2)[first:end]
+        else:
+            target = query.new_empty(shape)
         window_start, *_ = operands.tables
         launch(
             window_rows_kernel,
@@ -109,4 +114,15 @@ class WindowRows:
             STAGES=tile.stages,
         )
         if parts > 1:
-            self._rows[first:end] = target.sum(0)
+            self._keep(target.sum(0), first)
+        elif operands.kv_heads > 1:
+            self._keep(target, first)
+
+    def _keep(self, rows: Tensor, first: int) -> None:
+        """Put the rows of whole key blocks, ``[blocks, G, keys, D]``, where they belong."""
+        end = first + rows.shape[0]
+        for batch in range(first // self._blocks, -(-end // self._blocks)):
+            start = batch * self._blocks
+            lowest, highest = max(first, start), min(end, start + self._blocks)
+            target = self._rows[batch, :, lowest - start : highest - start]
+            target.copy_(rows[lowest - first : highest - first].transpose(0, 1))
