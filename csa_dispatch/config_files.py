@@ -12,6 +12,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
+from .wording import shorten
+
+DEEPEST = 100
+"""Arrays and tables within each other that a file may have."""
+
 
 def load_config(path: str | Path, folder: str) -> dict[str, Any]:
     """Parse ``path``, or else the shipped file of that name in ``configs/<folder>``.
@@ -20,11 +25,32 @@ def load_config(path: str | Path, folder: str) -> dict[str, Any]:
         ValueError: neither exists, or it cannot be read, or it is not TOML; in one line.
     """
     try:
-        return tomllib.loads(_read(Path(path), folder))
+        text = _read(Path(path), folder)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: not valid TOML: {error}") from None
+    try:
+        data = tomllib.loads(text)
+        _check_depth(data)
+    except RecursionError:
+        nested = f"arrays or tables are nested more than {DEEPEST} deep; flatten them"
+        raise ValueError(f"{path}: cannot be read: {nested}") from None
+    except ValueError as error:  # TOMLDecodeError, or an int of more digits than Python reads
+        raise ValueError(f"{path}: not valid TOML: {shorten(str(error))}") from None
+    return data
+
+
+def _check_depth(data: dict[str, Any]) -> None:
+    """Hold parsed data to ``DEEPEST``: dotted keys nest further than Python can show a value.
+
+    Raises:
+        RecursionError: as the parser does at its own limit.
+    """
+    level: list[dict[str, Any] | list[Any]] = [data]  # all arrays and tables that lie as deep
+    for _ in range(DEEPEST):
+        held = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for items in held for item in items if isinstance(item, dict | list)]
+    if level:
+        raise RecursionError
 
 
 def _read(place: Path, folder: str) -> str:

@@ -25,13 +25,15 @@ A suite file::
 
 ``pool`` is ``tokens // compress_ratio`` when left out. Besides ``must_ms``, a case can ask for
 ``must_like = "NAME"`` (not slower than the same backend on that case, which precedes it),
-``must_growth = 1.1`` (time per token over a list of tokens, against the first of them) and
-``must_extra_mib`` (extra memory, by direction).
+``must_growth = 1.1`` (time per token over a list of tokens, against the shortest that was timed)
+and ``must_extra_mib`` (extra memory, by direction). A case's own limits are for directions that it
+times; those of ``[base]`` hold where a case times theirs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +41,9 @@ from typing import Any
 
 from csa_dispatch.call import Kind
 from csa_dispatch.config_files import load_config, shipped_configs
-from csa_dispatch.toml_table import TomlTable
+from csa_dispatch.toml_table import MOST, TomlTable
+from csa_dispatch.validation import MAX_ROWS
+from csa_dispatch.wording import quoted
 
 DIRECTIONS = ("forward", "backward", "both")
 """``both`` is one timed region: a forward and then the backward of its results."""
@@ -63,7 +67,11 @@ _SIZES = {
     "compress_ratio": 4,
     "seed": 0,
 }
-_POSITIVE = ("batch", "heads", "kv_heads", "head_dim", "compress_ratio")
+_POSITIVE = ("batch", "heads", "kv_heads", "tokens", "head_dim", "compress_ratio")
+_MOST = {"window": sys.maxsize, "seed": MOST}
+"""The most of what may be above ``MAX_ROWS``."""
+
+_BY_DIRECTION = ("must_ms", "goal_ms", "must_extra_mib")
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,7 @@ class Limits:
         must_ms, goal_ms: median time in milliseconds.
         must_extra_mib: extra memory in MiB.
         must_like: name of a case that this one may not be slower than.
-        must_growth: largest time per token, relative to the shortest call of the series.
+        must_growth: largest time per token, relative to the shortest call timed of the series.
     """
 
     must_ms: Mapping[str, float] = field(default_factory=dict)
@@ -175,19 +183,29 @@ def parse_suite(data: Mapping[str, Any], path: str) -> Suite:
     base = top.table("base")
     base.never("name", why="every case has its own")
     cases: list[BenchCase] = []
+    judged: set[tuple[str, str]] = set()
     for position, item in enumerate(listed):
         where = f"case[{position}]."
         own = TomlTable(item, path, where)
         table = TomlTable({**base.data, **own.data}, path, where)
+        taken = {text for known in cases for text in (known.name, known.series)}
         for case in _cases(table):
-            if case.name in [known.name for known in cases]:
-                raise table.error("name", f"{case.name!r} is the name of two cases")
-            like = case.limits.must_like
-            if like and like not in [known.name for known in cases]:
-                raise table.error("must_like", f"{like!r} is not a case before this one")
+            for name in (case.name, case.series):
+                if name in taken:
+                    raise table.error("name", f"{quoted(name)} is the name of two cases")
+            taken.add(case.name)
+            _check_like(table, case, cases)
+            _check_directions(own, case)
+            inherited = [key for key in _BY_DIRECTION if key not in own.data]
+            judged.update((key, direction) for key in inherited for direction in case.directions)
             cases.append(case)
+    for key in _BY_DIRECTION:
+        for direction in base.table(key).data:
+            if (key, direction) not in judged:
+                text = "no case that takes it from base times this direction; drop it"
+                raise base.table(key).error(direction, text)
     return Suite(
-        name=top.text("name"),
+        name=top.name("name"),
         cases=tuple(cases),
         path=path,
         summary=top.text("summary", ""),
@@ -199,9 +217,7 @@ def parse_suite(data: Mapping[str, Any], path: str) -> Suite:
 
 def _effort(table: TomlTable) -> Effort:
     table.only(*(item.name for item in dataclasses.fields(Effort)))
-    rounds = table.count("rounds", Effort.rounds)
-    if rounds < 1:
-        raise table.error("rounds", "is 0; it must be at least 1")
+    rounds = table.count("rounds", Effort.rounds, least=1)
     flush = table.flag("flush_l2") if "flush_l2" in table.data else Effort.flush_l2
     return Effort(rounds, _number(table, "seconds", Effort.seconds), flush)
 
@@ -211,7 +227,6 @@ def _cases(table: TomlTable) -> list[BenchCase]:
     limits = [item.name for item in dataclasses.fields(Limits)]
     own = [item.name for item in dataclasses.fields(BenchCase)]
     table.only(*(name for name in own if name not in ("series", "limits")), *limits)
-    name = table.text("name")
     tokens = table.data.get("tokens", 4096)
     swept = isinstance(tokens, list)
     if swept and not tokens:
@@ -219,26 +234,20 @@ def _cases(table: TomlTable) -> list[BenchCase]:
     if "must_growth" in table.data and not swept:
         raise table.error("must_growth", "only a case with a list of tokens has it")
     return [
-        _case(
-            TomlTable({**table.data, "tokens": count}, table.path, table.where),
-            f"{name} T={count}" if swept else name,
-            name,
-        )
+        _case(TomlTable({**table.data, "tokens": count}, table.path, table.where), swept)
         for count in (tokens if swept else [tokens])
     ]
 
 
-def _case(table: TomlTable, name: str, series: str) -> BenchCase:
-    sizes = {key: table.count(key, default) for key, default in _SIZES.items()}
-    sizes["tokens"] = table.count("tokens")
-    for key in (*_POSITIVE, "tokens"):
-        if sizes[key] < 1:
-            raise table.error(key, "is 0; it must be at least 1")
+def _case(table: TomlTable, swept: bool) -> BenchCase:
+    series = table.name("name")
+    sizes = {key: _size(table, key, default) for key, default in _SIZES.items()}
+    sizes["tokens"] = _size(table, "tokens")
     if sizes["heads"] % sizes["kv_heads"]:
         text = f"{sizes['kv_heads']} does not divide heads {sizes['heads']}"
         raise table.error("kv_heads", text)
     kind = Kind(table.word("kind", _WORDS["kind"], "gather"))
-    sizes["pool"] = table.count("pool", sizes["tokens"] // sizes["compress_ratio"])
+    sizes["pool"] = _size(table, "pool", sizes["tokens"] // sizes["compress_ratio"])
     if kind is Kind.WINDOW:
         sizes["pool"] = 0
     if kind is not Kind.GATHER:
@@ -246,8 +255,10 @@ def _case(table: TomlTable, name: str, series: str) -> BenchCase:
     directions = table.texts("directions") or ("forward", "backward")
     for direction in directions:
         _known_direction(table, "directions", direction)
+        if directions.count(direction) > 1:
+            raise table.error("directions", f"{direction!r} is listed twice; list it once")
     return BenchCase(
-        name=name,
+        name=f"{series} T={sizes['tokens']}" if swept else series,
         series=series,
         kind=kind,
         dtype=table.word("dtype", _WORDS["dtype"], "bfloat16"),
@@ -259,6 +270,34 @@ def _case(table: TomlTable, name: str, series: str) -> BenchCase:
         limits=_limits(table),
         **sizes,
     )
+
+
+def _size(table: TomlTable, key: str, default: int | None = None) -> int:
+    least = 1 if key in _POSITIVE else 0
+    return table.count(key, default, least=least, most=_MOST.get(key, MAX_ROWS))
+
+
+def _check_like(table: TomlTable, case: BenchCase, before: list[BenchCase]) -> None:
+    """Refuse a ``must_like`` that nothing can be held against."""
+    name = case.limits.must_like
+    if not name:
+        return
+    like = next((known for known in before if known.name == name), None)
+    if like is None:
+        raise table.error("must_like", f"{quoted(name)} is not a case before this one")
+    if not set(like.directions) & set(case.directions):
+        text = f"{quoted(name)} times {', '.join(like.directions)} and this case none of them"
+        raise table.error("must_like", f"{text}; give both a direction, or drop it")
+
+
+def _check_directions(own: TomlTable, case: BenchCase) -> None:
+    """Refuse a case's own limits on directions that it does not time."""
+    for key in _BY_DIRECTION:
+        inner = own.table(key)
+        for direction in inner.data:
+            if direction not in case.directions:
+                text = f"the case times {', '.join(case.directions)} alone"
+                raise inner.error(direction, f"{text}; add it to directions, or drop the limit")
 
 
 def _limits(table: TomlTable) -> Limits:
@@ -281,11 +320,12 @@ def _by_direction(table: TomlTable, key: str) -> dict[str, float]:
 
 def _known_direction(table: TomlTable, key: str, direction: str) -> None:
     if direction not in DIRECTIONS:
-        raise table.error(key, f"{direction!r} is not one of {', '.join(DIRECTIONS)}")
+        raise table.error(key, f"{quoted(direction)} is not one of {', '.join(DIRECTIONS)}")
 
 
 def _number(table: TomlTable, key: str, default: float) -> float:
     value = table.data.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise table.error(key, f"{value!r} is not a number above 0")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value <= sys.float_info.max:  # false for NaN too
+        raise table.error(key, f"{quoted(value)} is not a finite number above 0")
     return float(value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,11 @@ def test_a_list_of_tokens_is_one_case_for_each() -> None:
         ((), "case", [], "small.toml: case: a suite has at least one [[case]] table"),
         (("base",), "name", "x", "small.toml: base.name: every case has its own"),
         (("case", 0), "haeds", 4, "small.toml: case[0].haeds: is not a known key"),
-        (("case", 0), "tokens", 0, "small.toml: case[0].tokens: is 0; it must be at least 1"),
+        ((), "name", "", "small.toml: name: is ''; it must be one line of printable"),
+        ((), "name", "a\x1b[31m", "small.toml: name: is 'a\\x1b[31m'; it must be one line of"),
+        (("case", 0), "name", " ", "small.toml: case[0].name: is ' '; it must be one line of"),
+        (("case", 0), "name", "a\nb", "small.toml: case[0].name: is 'a\\nb'; it must be one line"),
+        (("case", 0), "tokens", 0, "case[0].tokens: is 0; it must be a whole number from 1"),
         (("case", 0), "tokens", [], "small.toml: case[0].tokens: is an empty list"),
         (("case", 0), "kv_heads", 3, "small.toml: case[0].kv_heads: 3 does not divide heads 4"),
         (("case", 0), "kind", "dense", "small.toml: case[0].kind: 'dense' is not one of window"),
@@ -49,11 +55,22 @@ def test_a_list_of_tokens_is_one_case_for_each() -> None:
         (("case", 0), "indices", "sorted", "small.toml: case[0].indices: 'sorted' is not one of"),
         (("case", 0), "directions", ["up"], "case[0].directions: 'up' is not one of forward"),
         (("case", 0), "must_ms", {"up": 1}, "small.toml: case[0].must_ms.up: 'up' is not one of"),
-        (("case", 0), "goal_ms", {"both": 0}, "goal_ms.both: 0 is not a number above 0"),
+        (("case", 0), "goal_ms", {"both": 0}, "goal_ms.both: 0 is not a finite number above 0"),
+        (("case", 0), "must_ms", {"both": math.inf}, "must_ms.both: inf is not a finite number"),
+        (("case", 0), "goal_ms", {"both": math.nan}, "goal_ms.both: nan is not a finite number"),
+        (("case", 0), "must_extra_mib", {"both": 10**400}, "both: 10000000000000000000000000000"),
+        (("case", 1), "must_growth", math.nan, "case[1].must_growth: nan is not a finite number"),
+        (("effort",), "seconds", math.inf, "effort.seconds: inf is not a finite number above 0"),
+        (("case", 0), "directions", ["both"], "must_ms.forward: the case times both alone"),
+        (("case", 0), "goal_ms", {"both": 1}, "goal_ms.both: the case times forward, backward"),
+        (("base",), "goal_ms", {"both": 1}, "base.goal_ms.both: no case that takes it from base"),
+        (("case", 1), "directions", ["both"], "must_like: 'a' times forward, backward and this"),
+        (("case", 1), "directions", ["both", "both"], "directions: 'both' is listed twice"),
         (("case", 0), "must_growth", 1.1, "must_growth: only a case with a list of tokens"),
         (("case", 0), "must_like", "b", "must_like: 'b' is not a case before this one"),
         (("case", 1), "name", "a", "case[1].name: 'a' is the name of two cases"),
         (("effort",), "rounds", 0, "small.toml: effort.rounds: is 0"),
+        (("effort",), "rounds", 10**20, "effort.rounds: is 100000000000000000000; it must be"),
         (("effort",), "minutes", 1, "small.toml: effort.minutes: is not a known key"),
     ],
 )
@@ -75,6 +92,63 @@ def test_a_mistake_names_the_file_and_the_key(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "least", "most"),
+    [
+        ("batch", 2**31, 1, 2**31 - 1),
+        ("tokens", 2**31, 1, 2**31 - 1),
+        ("tokens", [64, 10**20], 1, 2**31 - 1),
+        ("pool", 2**31, 0, 2**31 - 1),
+        ("slots", 2**31, 0, 2**31 - 1),
+        ("compress_ratio", 10**24, 1, 2**31 - 1),
+        ("window", 2**70, 0, sys.maxsize),
+        ("seed", 10**20, 0, 2**63 - 1),
+    ],
+)
+def test_sizes_are_held_to_those_of_calls(
+    key: str, value: int | list[int], least: int, most: int
+) -> None:
+    data = copy.deepcopy(SMALL)
+    data["case"][1][key] = value
+    if key == "tokens":
+        data["case"][1].pop("must_growth")
+    actual = value[-1] if isinstance(value, list) else value
+    required = f"is {actual}; it must be a whole number from {least} to {most}"
+    with pytest.raises(ValueError, match=rf"^small\.toml: case\[1\]\.{key}: {required}$"):
+        parse_suite(data, "small.toml")
+
+
+def test_a_long_value_or_key_is_shown_in_part() -> None:
+    long = ({"device": "x" * 10**6}, {"base": {"batch": 16**5000}}, {"x" * 10**6: 1})
+    for change in (*long, {"a\nb": 1}):
+        with pytest.raises(ValueError, match=r"^small\.toml: ") as caught:
+            parse_suite(SMALL | change, "small.toml")
+        assert len(str(caught.value)) < 300
+        assert "\n" not in str(caught.value)
+
+
+def test_the_largest_values_of_calls_are_taken() -> None:
+    data = copy.deepcopy(SMALL)
+    data["case"][0] |= {"window": sys.maxsize, "seed": 2**63 - 1, "compress_ratio": 2**31 - 1}
+    case = parse_suite(data, "small.toml").cases[0]
+    assert (case.window, case.seed, case.pool) == (sys.maxsize, 2**63 - 1, 0)
+    assert build_inputs(case, torch.device("cpu")).call.sliding_window_size == sys.maxsize
+
+
+def test_limits_of_the_base_hold_where_a_case_times_their_direction() -> None:
+    data = copy.deepcopy(SMALL)
+    data["base"]["must_ms"] = {"forward": 1, "both": 2}
+    data["case"].append({"name": "b", "tokens": 64, "directions": ["both"]})
+    assert parse_suite(data, "small.toml").cases[-1].limits.must_ms["both"] == 2
+
+
+def test_a_sweep_and_a_case_cannot_share_a_name() -> None:
+    data = copy.deepcopy(SMALL)
+    data["case"].append({"name": "sweep", "tokens": 256})
+    with pytest.raises(ValueError, match=r"case\[2\]\.name: 'sweep' is the name of two cases"):
+        parse_suite(data, "small.toml")
+
+
 def test_an_unknown_file_names_the_shipped_suites() -> None:
     with pytest.raises(ValueError, match=r"nowhere\.toml: no such file; shipped: cpu\.toml, h200"):
         load_suite("nowhere.toml")
@@ -87,6 +161,35 @@ def test_a_file_that_is_not_toml_is_one_error(tmp_path: Path) -> None:
         load_suite(path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"broken\.toml: cannot be read"):
+        load_suite(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a = " + "[" * 9999, "cannot be read: arrays or tables are nested more than 100 deep"),
+        ("a = " + "{a=" * 9999, "cannot be read: arrays or tables are nested more than 100 deep"),
+        ("name" + ".a" * 9999 + " = 1", "cannot be read: arrays or tables are nested more than"),
+        ("a = " + "9" * 5000, "not valid TOML: Exceeds the limit (4300 digits)"),
+        (f'a = 1\n["{"k" * 9999}"]\n' * 2, "not valid TOML: Cannot "),
+    ],
+    ids=["arrays", "tables", "dotted", "digits", "key"],
+)
+def test_what_python_cannot_parse_or_show_is_one_short_error(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "hostile.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared below
+        load_suite(path)
+    assert str(caught.value).startswith(f"{path}: {message}")
+    assert len(str(caught.value)) < len(str(path)) + 200
+
+
+def test_a_file_may_nest_as_deep_as_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text("summary = " + "[" * 99 + "]" * 99)
+    with pytest.raises(ValueError, match=r"deep\.toml: case: a suite has at least one"):
         load_suite(path)
 
 
