@@ -94,5 +94,6 @@ def _row(run: BenchRun, row: BenchRow) -> dict[str, object]:
         "goal_ms": judgement.goal_ms,
         "verdict": judgement.word or None,
         "missed": list(judgement.missed),
+        "not_judged": list(judgement.unjudged),
         "budget_shares": {item.name: _finite(item.share) for item in row.verdicts},
     }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from csa_dispatch.parity.results import Status
 from csa_dispatch.reasons import Reason
 from csa_dispatch.testing.budgets import TensorVerdict
+from csa_dispatch.wording import quoted
 
 from .counts import Work
 from .machine import Ceilings
@@ -105,12 +106,14 @@ class Judgement:
     Attributes:
         must_ms, goal_ms: what its median was held against; None where nothing was asked.
         missed: every limit that was missed, in words.
+        unjudged: every limit that the run has nothing to judge by, in words.
         reaches_goal: None without a goal.
     """
 
     must_ms: float | None
     goal_ms: float | None
     missed: tuple[str, ...]
+    unjudged: tuple[str, ...]
     reaches_goal: bool | None
 
     @property
@@ -145,30 +148,50 @@ class BenchRun:
 
     @property
     def exit_code(self) -> int:
-        """0 when everything that ran was right, else 1; a missed limit is no failure."""
-        return 1 if self.failures else 0
+        """1 when a backend failed, 2 when nothing was timed, else 0, limits missed or not."""
+        if self.failures:
+            return 1
+        return 2 if self.fault else 0
+
+    @property
+    def fault(self) -> str:
+        """Why a complete run timed nothing at all, in one line; empty when it timed something."""
+        if not self.complete or any(row.samples for row in self.rows):
+            return ""
+        row = (self.failures or self.rows)[0]
+        why = row.message or "; ".join(map(str, row.reasons))
+        return f"nothing was timed: {row.case.name}, {row.direction}, {row.backend}: {why}"
 
     def judge(self, row: BenchRow) -> Judgement:
         """Hold a row against its case's limits."""
         limits, direction = row.case.limits, row.direction
         must, goal = limits.must_ms.get(direction), limits.goal_ms.get(direction)
+        missed: list[str] = []
+        unjudged: list[str] = []
         if limits.must_like:
-            like = self._timed(row, lambda case: case.name == limits.must_like)
-            if like is not None and like.time is not None:
+            peers = self._peers(row)
+            like = next((peer for peer in peers if peer.case.name == limits.must_like), None)
+            if like is None or like.time is None:
+                text = f"the run has no time of {quoted(limits.must_like)}"
+                unjudged.append(f"must_like: {text}; time that case too")
+            else:
                 must = like.time.median if must is None else min(must, like.time.median)
         time = row.time
         if time is None:
-            return Judgement(must, goal, (), None)
-        missed = []
+            return Judgement(must, goal, (), (), None)
         if must is not None and time.median > must:
             missed.append(f"takes {time.median:.4g} ms, must {must:.4g}")
         most = limits.must_extra_mib.get(direction)
         if most is not None and row.extra_bytes is not None and row.extra_bytes > most * MIB:
             missed.append(f"takes {row.extra_bytes / MIB:.0f} MiB extra, must {most:g}")
         growth = self.growth(row)
-        if growth is not None and limits.must_growth is not None and growth > limits.must_growth:
+        if limits.must_growth is not None and len(self._series(row)) < 2:
+            text = f"the run has no time of {quoted(row.case.series)} at another T"
+            unjudged.append(f"must_growth: {text}; time more of them")
+        elif growth is not None and limits.must_growth is not None and growth > limits.must_growth:
             missed.append(f"takes {growth:.3g}x the time per token, must {limits.must_growth:g}x")
-        return Judgement(must, goal, tuple(missed), None if goal is None else time.median <= goal)
+        reaches_goal = None if goal is None else time.median <= goal
+        return Judgement(must, goal, tuple(missed), tuple(unjudged), reaches_goal)
 
     def shares(self, row: BenchRow) -> Shares:
         """A row's rates as shares of the machine's ceilings."""
@@ -180,18 +203,19 @@ class BenchRun:
         )
 
     def growth(self, row: BenchRow) -> float | None:
-        """Time per token relative to the first call of the row's series; None outside one."""
+        """Time per token relative to the series' shortest timed call; None outside a series."""
         if row.case.name == row.case.series:
             return None
-        first = self._timed(row, lambda case: case.series == row.case.series)
-        if first is None or not first.per_token or row.per_token is None:
+        shortest = min(self._series(row), key=lambda peer: peer.case.tokens, default=None)
+        if shortest is None or not shortest.per_token or row.per_token is None:
             return None
-        return row.per_token / first.per_token
+        return row.per_token / shortest.per_token
 
-    def _timed(self, row: BenchRow, wanted: Callable[[BenchCase], bool]) -> BenchRow | None:
-        """The first timed row of the same backend and direction whose case is wanted."""
-        for other in self.rows:
-            same = other.backend == row.backend and other.direction == row.direction
-            if same and other.samples and wanted(other.case):
-                return other
-        return None
+    def _series(self, row: BenchRow) -> list[BenchRow]:
+        """Peers that differ in ``tokens`` alone."""
+        return [peer for peer in self._peers(row) if peer.case.series == row.case.series]
+
+    def _peers(self, row: BenchRow) -> list[BenchRow]:
+        """Timed rows of the same backend and direction, of every case."""
+        alike = [peer for peer in self.rows if peer.backend == row.backend and peer.samples]
+        return [peer for peer in alike if peer.direction == row.direction]

@@ -11,6 +11,7 @@ import torch
 from csa_dispatch.parity.environment import environment
 from csa_dispatch.registry import backends as known_backends
 from csa_dispatch.registry import known_backend
+from csa_dispatch.wording import quoted
 
 from .machine import Ceilings, measure_ceilings
 from .measure import Bench, measure_case
@@ -95,5 +96,7 @@ def _cases(suite: Suite, text: str, directions: Sequence[str]) -> list[BenchCase
         if kept and text.lower() in case.name.lower():
             found.append(replace(case, directions=kept))
     if not found:
-        raise ValueError(f"{suite.path}: no case to run (filter {text!r}); widen it")
+        chosen = [f"filter {quoted(text)}"] if text else []
+        chosen += [f"direction {', '.join(directions)}"] if directions else []
+        raise ValueError(f"{suite.path}: no case to run ({'; '.join(chosen)}); choose more")
     return found

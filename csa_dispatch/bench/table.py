@@ -37,7 +37,7 @@ _STYLES = {"goal": "bold green", "must": "green", "missed": "bold red"}
 
 def render(run: BenchRun, width: int = _FULL_WIDTH) -> RenderableType:
     """The table for a terminal of ``width`` columns, what else there is to say, and a summary."""
-    title = f"Bench {escape(run.suite)} on {_machine(run)}"
+    title = Text(f"Bench {run.suite} on {_machine(run)}", style="table.title")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("case", "direction", "backend"):
         table.add_column(name, no_wrap=True)
@@ -60,6 +60,7 @@ def render(run: BenchRun, width: int = _FULL_WIDTH) -> RenderableType:
         )
         last = row
     notes = [Text(line, style="red") for line in _faults(run)]
+    notes += [Text(line, style="yellow") for line in _unjudged(run)]
     notes += [
         Text(line, style="dim") for line in (*_launch_bound(run), *_refusals(run), _legend(run))
     ]
@@ -67,7 +68,7 @@ def render(run: BenchRun, width: int = _FULL_WIDTH) -> RenderableType:
 
 
 def _machine(run: BenchRun) -> str:
-    return escape(str(run.environment.get("device_name", run.device)))
+    return str(run.environment.get("device_name", run.device))
 
 
 def _figures(run: BenchRun, row: BenchRow) -> dict[str, RenderableType]:
@@ -106,6 +107,13 @@ def _faults(run: BenchRun) -> Iterator[str]:
             yield f"failed: {where}: {row.message}"
         for text in run.judge(row).missed:
             yield f"missed: {where} {text}"
+
+
+def _unjudged(run: BenchRun) -> Iterator[str]:
+    """Limits of timed rows that the run has nothing to judge by, a line each."""
+    for row in run.rows:
+        for text in run.judge(row).unjudged:
+            yield f"not judged: {row.case.name}, {row.direction}, {row.backend}: {text}"
 
 
 def _launch_bound(run: BenchRun) -> Iterator[str]:

@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from csa_dispatch import Backend, Call, Capabilities, Gradients
 from csa_dispatch.bench import BenchRow, BenchRun, Suite, run_suite
+from csa_dispatch.bench.report_json import run_data
 from csa_dispatch.bench.results import MIB
 from csa_dispatch.bench.suite import parse_suite
+from csa_dispatch.bench.table import render
 from csa_dispatch.bench.timing import Sample
 from csa_dispatch.capabilities import Between
 from csa_dispatch.parity.results import Status
+from csa_dispatch.reasons import Reason
 from csa_dispatch.testing import Mutation, PlainBackend
 
 Register = Callable[[Backend], Backend]
@@ -164,6 +168,10 @@ def test_filter_and_directions_choose(eager_run: BenchRun) -> None:
     assert [(row.case.name, row.direction) for row in run.rows] == [("Other", "backward")]
     with pytest.raises(ValueError, match=r"mine\.toml: no case to run \(filter 'nothing'\)"):
         run_suite(suite, backends=["eager"], text="nothing")
+    with pytest.raises(ValueError, match=r"mine\.toml: no case to run \(direction both\); choose"):
+        run_suite(suite, backends=["eager"], directions=["both"])
+    with pytest.raises(ValueError, match=r"\(filter 'it'; direction both\)"):
+        run_suite(suite, backends=["eager"], text="it", directions=["both"])
 
 
 def test_the_listener_sees_the_run_grow() -> None:
@@ -227,15 +235,64 @@ def test_a_case_is_held_against_the_one_it_must_be_like(eager_run: BenchRun) -> 
     assert run.judge(whole).word == ""
 
 
-def test_time_per_token_is_held_against_the_shortest_call(eager_run: BenchRun) -> None:
-    cases = suite_of({"tokens": [100, 200, 400], "must_growth": 1.1}).cases
-    rows = [
-        timed(replace(eager_run.rows[0], case=case), time)
-        for case, time in zip(cases, (1.0, 2.1, 5.0), strict=True)
+def test_what_a_case_must_be_like_can_be_missing_and_that_is_said(eager_run: BenchRun) -> None:
+    cases = suite_of({}, {"name": "part", "must_like": "it", "must_ms": {"forward": 3}}).cases
+    whole, part = (timed(replace(eager_run.rows[0], case=case), 2.0) for case in cases)
+    assert replace(eager_run, rows=(whole, part)).judge(part).unjudged == ()
+    text = "must_like: the run has no time of 'it'; time that case too"
+    other_way = replace(whole, direction="backward")
+    for rows in ((part,), (replace(whole, samples=()), part), (other_way, part)):
+        run = replace(eager_run, rows=rows)
+        assert run.judge(part).unjudged == (text,)
+        assert run.judge(part).word == "must"
+        assert f"not judged: part, forward, eager: {text}" in shown(run)
+        assert run_data(run)["rows"][-1]["not_judged"] == [text]  # pyright: ignore
+
+
+def test_one_length_alone_does_not_grow_and_that_is_said(eager_run: BenchRun) -> None:
+    case = suite_of({"tokens": [100, 200], "must_growth": 1.1}).cases[1]
+    row = timed(replace(eager_run.rows[0], case=case), 2.0)
+    judgement = replace(eager_run, rows=(row,)).judge(row)
+    text = "must_growth: the run has no time of 'it' at another T; time more of them"
+    assert judgement.unjudged == (text,)
+
+
+def shown(run: BenchRun) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(render(run))
+    return capture.get()
+
+
+def test_a_run_without_any_time_says_why(eager_run: BenchRun) -> None:
+    reason = Reason("head_dim", "16", "at most 8", "Use eager.")
+    refused = replace(eager_run.rows[0], samples=(), status=Status.UNSUPPORTED, reasons=(reason,))
+    run = replace(eager_run, rows=(refused,))
+    assert run.fault == f"nothing was timed: it, forward, eager: {reason}"
+    assert run.exit_code == 2
+    assert replace(run, complete=False).exit_code == 0
+    failed = replace(refused, status=Status.FAIL, reasons=(), message="RuntimeError: no")
+    run = replace(eager_run, rows=(refused, failed))
+    assert run.fault == "nothing was timed: it, forward, eager: RuntimeError: no"
+    assert run.exit_code == 1
+    assert replace(run, rows=(refused, eager_run.rows[0])).exit_code == 0
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_time_per_token_is_held_against_the_shortest_call(
+    eager_run: BenchRun, order: tuple[int, ...]
+) -> None:
+    tokens, times = (100, 200, 400), (1.0, 2.1, 5.0)
+    suite = suite_of({"tokens": [tokens[place] for place in order], "must_growth": 1.1})
+    listed = [
+        timed(replace(eager_run.rows[0], case=case), times[place])
+        for case, place in zip(suite.cases, order, strict=True)
     ]
-    run = replace(eager_run, rows=tuple(rows))
+    rows = sorted(listed, key=lambda row: row.case.tokens)
+    run = replace(eager_run, rows=tuple(listed))
     growths = [run.growth(row) for row in rows]
     assert growths == [1.0, pytest.approx(1.05), pytest.approx(1.25)]
     assert [run.judge(row).missed for row in rows[:2]] == [(), ()]
+    assert not any(run.judge(row).unjudged for row in rows)
     assert run.judge(rows[2]).missed == ("takes 1.25x the time per token, must 1.1x",)
     assert math.isclose(rows[2].per_token or 0, 0.0125)
