@@ -41,7 +41,7 @@ def write_png(run: BenchRun, path: str | Path) -> None:
     if series:
         _against_tokens(axes[1], series, colours)
     name = run.environment.get("device_name", run.device)
-    figure.suptitle(f"{run.suite} on {name}, {run.environment.get('date', '')}")
+    figure.suptitle(_plain(f"{run.suite} on {name}, {run.environment.get('date', '')}"))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     write_atomically(path, buffer.getvalue())
@@ -106,7 +106,7 @@ def _against_tokens(
             _MARKERS[direction] + "-",
             color=colour,
             alpha=0.8,
-            label=f"{name} {direction} {backend}",
+            label=_plain(f"{name} {direction} {backend}"),
         )
         first = points[0][1] / tokens[0]
         axes.plot(tokens, [first * count for count in tokens], "--", color=colour, alpha=0.4)
@@ -116,3 +116,8 @@ def _against_tokens(
     axes.minorticks_off()
     axes.grid(True, alpha=0.2)
     axes.legend(fontsize="small")
+
+
+def _plain(text: str) -> str:
+    """``text`` without mathematics: matplotlib would parse what lies between dollar signs."""
+    return text.replace("$", r"\$")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
 
 from ..bench.plots import write_png
 from ..bench.report_json import json_text, write_json
@@ -14,6 +17,7 @@ from ..bench.runner import run_suite
 from ..bench.suite import DIRECTIONS, load_suite
 from ..bench.table import render
 from ..parity.files import check_writable
+from ..wording import quoted
 from .output import console, errors, usage_errors
 
 _WIDTH = 150
@@ -52,7 +56,8 @@ def bench(
     """Time backends side by side, each checked against the oracle on sampled rows first.
 
     Exits 0 when everything that ran was right (a missed limit is only shown), 1 when a backend
-    failed, 2 on a bad argument or suite. The report is brought up to date after every case.
+    failed, 2 on a bad argument or suite, or when nothing could be timed. The report is brought up
+    to date after every case.
     """
     if device not in (None, "cpu", "cuda"):
         raise typer.BadParameter(f"{device!r} is not cpu or cuda", param_hint="--device")
@@ -62,11 +67,12 @@ def bench(
             raise typer.BadParameter(f"{name!r} is not one of {words}", param_hint="--direction")
     with usage_errors():
         loaded = load_suite(suite)
-        check_writable(report, png)
-        with errors.status(f"bench {loaded.name}") as status:
+        _check_places(report, png)
+        title = f"bench {loaded.name}"
+        with errors.status(Text(title)) as status:  # a str would be read as markup
 
             def listen(run: BenchRun, coming: str) -> None:
-                status.update(f"bench {loaded.name}: {coming}")
+                status.update(Text(f"{title}: {coming}"))
                 if report is not None:
                     write_json(run, report)
 
@@ -83,7 +89,26 @@ def bench(
         else:
             screen = console if console.is_terminal else Console(width=_WIDTH)
             screen.print(render(run, screen.width))
-        if png is not None:
+        if run.fault:
+            errors.print(f"[red]error:[/red] {escape(run.fault)}")
+        elif png is not None:
             write_png(run, png)
     if run.exit_code:
         raise typer.Exit(run.exit_code)
+
+
+def _check_places(report: str | None, png: str | None) -> None:
+    """Find out before the work whether its files can be written, each its own.
+
+    Raises:
+        ValueError: a place that is no file's name, or one for both.
+        OSError: a place that cannot be written to.
+    """
+    for option, path in (("--report", report), ("--png", png)):
+        if path == "-":
+            remedy = "Pass a file's name, or --json to print the report."
+            raise ValueError(f"{option} is '-'; it must be a file. {remedy}")
+    if report and png and os.path.realpath(report) == os.path.realpath(png):
+        required = "it must be another file than --report's"
+        raise ValueError(f"--png is {quoted(png)}; {required}. Pass two names.")
+    check_writable(report, png)
