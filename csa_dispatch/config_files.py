@@ -28,6 +28,15 @@ def load_config(path: str | Path, folder: str) -> dict[str, Any]:
         text = _read(Path(path), folder)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
+    return parse_toml(text, path)
+
+
+def parse_toml(text: str, path: str | Path) -> dict[str, Any]:
+    """Parse the text of the file ``path``.
+
+    Raises:
+        ValueError: it is not TOML, or nests deeper than ``DEEPEST``; in one line.
+    """
     try:
         data = tomllib.loads(text)
         _check_depth(data)
