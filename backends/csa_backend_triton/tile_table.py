@@ -7,6 +7,11 @@ stages, cap on registers if any)}}``, the D class being the head dimension's upp
 figures were chosen by measurement on an H200 (docs/performance.md), the others by shared memory
 and registers alone.
 The compile tests build every entry for every architecture.
+
+A bound that is no multiple of 16 is only for head dimensions that are none either. Triton tells
+strides apart by that alone, so it reads their rows element by element, not 16 bytes at a time, and
+keeps an address and a mask for each element. Where that is too much for a thread ptxas may give
+up: it then takes 32 registers and spills tens of kilobytes.
 """
 
 from __future__ import annotations
@@ -54,6 +59,8 @@ FORWARD: dict[str, Table] = {
         64: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
         128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
         256: {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 8, 2)},
+        # ptxas gives up on 32 keys of 64 rows. Eight warps would each do another's products again.
+        319: {16: (32, 4, 2), 32: (32, 4, 2), 64: (16, 4, 2)},
         512: {16: (32, 4, 2), 32: (32, 4, 2), 64: (32, 8, 2)},
         576: {16: (32, 4, 2), 32: (32, 8, 2)},
     },
@@ -126,7 +133,8 @@ KEY_GRADIENT: dict[str, Table] = {
         576: {16: (16, 8, 1)},
     },
 }
-KEY_GRADIENT["blackwell"] = KEY_GRADIENT["hopper"]
+# ptxas gives up on 64 queries of such head dimensions.
+KEY_GRADIENT["blackwell"] = KEY_GRADIENT["hopper"] | {511: {32: (32, 8, 1)}}
 
 # fp32 has no tensor-core form within its error budget: every product is fused multiply-adds.
 FLOAT32: dict[str, Table] = {
@@ -153,7 +161,8 @@ FLOAT32: dict[str, Table] = {
 
 def head_dim_class(table: Table, head_dim: int) -> int:
     """The key of ``table`` that a head dimension falls under."""
-    return min(bound for bound in table if bound >= head_dim)
+    uneven = head_dim % 16 != 0
+    return min(bound for bound in table if bound >= head_dim and (uneven or bound % 16 == 0))
 
 
 def _entry(table: Table, head_dim: int, rows: int) -> Tile:
@@ -221,4 +230,7 @@ def window_rows_tile(capability: int, group: int, head_dim: int, element: int) -
     stages = 2 if family(capability) in ("163 KB", "99 KB") else 3
     if family(capability) == "hopper" and heads == 16 and head_dim > 256:
         return WindowTile(256, heads, 4, stages)
-    return WindowTile(64 if head_dim <= 64 else 128, heads, 4, stages)
+    # Where four columns cannot be stored at once, a thread has one column of all 64 heads and an
+    # address for each: too many. Of half as many columns it has half the heads.
+    apart = heads == 64 and head_dim % 4 != 0 and family(capability) != "hopper"
+    return WindowTile(64 if head_dim <= 64 or apart else 128, heads, 4, stages)
