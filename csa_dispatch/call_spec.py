@@ -105,8 +105,11 @@ LEAST = {
 }
 """Fields of a CallSpec that are whole numbers, and the least that each can be."""
 
-MOST = {**dict.fromkeys(("tokens", "pool", "compress_ratio"), MAX_ROWS), "window": sys.maxsize}
-"""The most that some of them can be, as for calls."""
+MOST = {
+    **dict.fromkeys(("batch", "heads", "kv_heads", "head_dim", "slots", "window"), sys.maxsize),
+    **dict.fromkeys(("tokens", "pool", "compress_ratio"), MAX_ROWS),
+}
+"""The most that they can be, as for calls."""
 
 ABSENT: dict[Kind, dict[str, tuple[object, str]]] = {
     Kind.WINDOW: {
@@ -124,22 +127,33 @@ ABSENT: dict[Kind, dict[str, tuple[object, str]]] = {
 """Fields that calls of a kind lack: their value then, and advice for another."""
 
 
+@lru_cache
+def is_device_type(name: str) -> bool:
+    """Whether torch knows devices of this type; "cuda:0" is none."""
+    try:
+        return torch.device(name).type == name
+    except RuntimeError:
+        return False
+
+
 def check_device_fields(spec: Any) -> None:
     """Refuse a spec of any operation whose device or modes are of the wrong type.
 
     Raises:
         TypeError: it names the field.
-        ValueError: a negative capability.
+        ValueError: no device type, or no capability.
     """
+    remedy = 'Pass "cuda" or "cpu", say.'
     if not isinstance(spec.device_type, str):
-        remedy = 'Pass "cuda" or "cpu", say.'
         fail("device_type", quoted(spec.device_type), "a string", remedy, TypeError)
+    if not is_device_type(spec.device_type):
+        fail("device_type", quoted(spec.device_type), "a device type without an index", remedy)
     capability = spec.capability
     if capability is not None:
         if isinstance(capability, bool) or not isinstance(capability, int):
             remedy = "Pass major * 10 + minor, as 90 for an H100."
             fail("capability", quoted(capability), "an int or None", remedy, TypeError)
-        if capability < 10:
+        if not 10 <= capability <= 999:
             fail("capability", capability, "major * 10 + minor", "An H100's is 90.")
     for field in ("deterministic", "tracing"):
         value = getattr(spec, field)
@@ -173,7 +187,7 @@ def check_spec(spec: CallSpec) -> CallSpec:
             default = spec._field_defaults[field]
             remedy = f"Leave it out for {default}." if default >= smallest else "V4 has 128."
             fail(field, value, f"{smallest} or more", remedy)
-        if value > MOST.get(field, value):
+        if value > MOST[field]:
             fail(field, value, f"at most {MOST[field]}", "No call can have so many.")
     check_device_fields(spec)
     for field, (value, remedy) in ABSENT[spec.kind].items():

@@ -7,12 +7,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .autograd import needs_of
 from .auxiliary import describer
-from .call_spec import CallSpec, spec_of
+from .call_spec import CallSpec, is_device_type, spec_of
 from .forcing import forced_for, traced_arguments
 from .operations import SPECS, AnySpec, check_any_spec
 from .policy import current_policy
@@ -40,18 +39,10 @@ def parse_device(device: str) -> tuple[str, int | None]:
     match = re.fullmatch(r"sm_?([1-9]\d{1,2})[af]?", device)
     if match:
         return "cuda", int(match.group(1))
-    if device == "cuda" or not (re.fullmatch(r"[a-z]+", device) and _is_device_type(device)):
+    if device == "cuda" or not is_device_type(device):
         remedy = "torch.cuda.get_device_capability() is (9, 0) for sm_90."
         fail("device", repr(device), wanted, remedy)
     return device, None
-
-
-def _is_device_type(name: str) -> bool:
-    try:
-        torch.device(name)
-    except RuntimeError:
-        return False
-    return True
 
 
 def describe_call(

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 from .call import Kind
 from .call_spec import CHOICES, LEAST
 from .capabilities import Allowed, Between, OneOf
+from .config_files import parse_toml
 from .operations import SPECS
 from .spec import Spec
 from .validation import fail
@@ -255,13 +256,13 @@ def load_policy(path: str | Path) -> Policy:
         fail("policy", repr(path), "a Policy or the path of a file", remedy, TypeError)
     path = Path(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         text = f"policy is {str(path)!r}; it must be a file that can be read ({error.strerror})."
         raise type(error)(f"{text} Check the path.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from None
-    return parse_policy(data, str(path))
+    return parse_policy(parse_toml(text, path), str(path))
 
 
 @lru_cache(maxsize=1)

@@ -23,6 +23,7 @@ from csa_dispatch.wording import a_kind
 from .backend import TritonBackend
 from .choice import backward_of, forward_of
 from .launching import Compilation, compile_only
+from .tile_table import TABLES, take_tables
 
 
 def meta_call(spec: CallSpec) -> Call:
@@ -107,11 +108,13 @@ def warmup(specs: Iterable[CallSpec], workers: int = 4) -> int:
         fail("workers", repr(workers), "an int of 1 or more", "Leave it out for 4.")
     specs = list(specs)
     for number, spec in enumerate(specs):
-        _check_claimed(f"specs[{number}]", spec)
+        check_claimed(f"specs[{number}]", spec)
     if specs:
         _check_device(specs)
     try:
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        context = get_context("spawn")
+        # Tiles that this process loaded are the ones its calls will use.
+        with ProcessPoolExecutor(workers, context, take_tables, (TABLES,)) as pool:
             return sum(pool.map(_count, specs))
     except BrokenProcessPool as error:
         raise RuntimeError(
@@ -120,7 +123,7 @@ def warmup(specs: Iterable[CallSpec], workers: int = 4) -> int:
         ) from error
 
 
-def _check_claimed(name: str, spec: object) -> None:
+def check_claimed(name: str, spec: object) -> None:
     """Refuse what is no spec of a call that the kernels take on CUDA."""
     if not isinstance(spec, CallSpec):
         remedy = "Only calls of attention() are compiled ahead."

@@ -44,6 +44,11 @@ def family(capability: int) -> str:
     return "163 KB" if capability in (80, 87) else "99 KB"
 
 
+def _but(table: Table, changes: Table) -> Table:
+    """A table of its own like another one, but for some head dimensions."""
+    return {bound: dict(entries) for bound, entries in (table | changes).items()}
+
+
 FORWARD: dict[str, Table] = {
     "hopper": {
         64: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
@@ -72,12 +77,15 @@ FORWARD: dict[str, Table] = {
         576: {16: (16, 4, 2), 32: (16, 4, 1)},
     },
 }
-FORWARD["blackwell"] = FORWARD["hopper"] | {
-    128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
-    320: {16: (64, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
-    512: {16: (64, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
-    576: {16: (32, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
-}
+FORWARD["blackwell"] = _but(
+    FORWARD["hopper"],
+    {
+        128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
+        320: {16: (64, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
+        512: {16: (64, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
+        576: {16: (32, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
+    },
+)
 
 TOKEN_GRADIENT: dict[str, Table] = {
     "hopper": {
@@ -103,11 +111,14 @@ TOKEN_GRADIENT: dict[str, Table] = {
         576: {16: (16, 4, 1)},
     },
 }
-TOKEN_GRADIENT["blackwell"] = TOKEN_GRADIENT["hopper"] | {
-    128: {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 2)},
-    512: {16: (32, 4, 2), 32: (32, 8, 2), 64: (32, 8, 1)},
-    576: {16: (32, 4, 2), 32: (16, 8, 2), 64: (16, 8, 1)},
-}
+TOKEN_GRADIENT["blackwell"] = _but(
+    TOKEN_GRADIENT["hopper"],
+    {
+        128: {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 2)},
+        512: {16: (32, 4, 2), 32: (32, 8, 2), 64: (32, 8, 1)},
+        576: {16: (32, 4, 2), 32: (16, 8, 2), 64: (16, 8, 1)},
+    },
+)
 
 # Here ``rows`` are the queries a step and ``keys`` the key rows a program owns.
 KEY_GRADIENT: dict[str, Table] = {
@@ -134,7 +145,17 @@ KEY_GRADIENT: dict[str, Table] = {
     },
 }
 # ptxas gives up on 64 queries of such head dimensions.
-KEY_GRADIENT["blackwell"] = KEY_GRADIENT["hopper"] | {511: {32: (32, 8, 1)}}
+KEY_GRADIENT["blackwell"] = _but(KEY_GRADIENT["hopper"], {511: {32: (32, 8, 1)}})
+
+TABLES = {"forward": FORWARD, "token_gradient": TOKEN_GRADIENT, "key_gradient": KEY_GRADIENT}
+"""By the kernel they are for, less its ``_kernel``. fp32 has tables of its own, not tuned."""
+
+
+def take_tables(tables: dict[str, dict[str, Table]]) -> None:
+    """Put the entries of another process's ``TABLES`` in force."""
+    for name, by_family in tables.items():
+        TABLES[name].update(by_family)
+
 
 # fp32 has no tensor-core form within its error budget: every product is fused multiply-adds.
 FLOAT32: dict[str, Table] = {

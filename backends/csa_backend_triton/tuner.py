@@ -1,6 +1,6 @@
 """An opt-in tuner: tiles measured on this machine's GPU, for calls one names.
 
-    python -m csa_backend_triton.tuner --kind gather --heads 64 --head-dim 128 --write tiles.json
+    python -m csa_backend_triton.tuner --kind gather --heads 16 --head-dim 128 --write tiles.json
 
 Nothing tunes by itself: without it the tables of ``tile_table`` hold. What it writes takes effect
 in a process that calls ``csa_backend_triton.load_tiles("tiles.json")``.
@@ -22,20 +22,15 @@ from csa_dispatch.bench.timing import clock_for, spread, time_interleaved
 from csa_dispatch.call import Call, Kind, token_bounds
 from csa_dispatch.call_spec import CallSpec, check_spec, device_capability
 from csa_dispatch.parity.files import check_writable, write_atomically
+from csa_dispatch.reasons import BackendRefused
 from csa_dispatch.validation import fail
-from csa_dispatch.wording import quoted
+from csa_dispatch.wording import a_kind, quoted
 
-from .compiling import compile_spec, meta_call
+from .choice import backward_of, forward_of
+from .compiling import check_claimed, compile_spec, meta_call
 from .portable_backward import backward
 from .portable_forward import forward
-from .tile_table import FORWARD, KEY_GRADIENT, TOKEN_GRADIENT, Table, family, head_dim_class
-
-TABLES: dict[str, dict[str, Table]] = {
-    "forward": FORWARD,
-    "token_gradient": TOKEN_GRADIENT,
-    "key_gradient": KEY_GRADIENT,
-}
-"""By the kernel they are for, less its ``_kernel``. fp32 has tables of its own, not tuned."""
+from .tile_table import TABLES, family, head_dim_class
 
 WORTH = 0.98
 """A tile replaces the table's when it takes at most this share of its time."""
@@ -108,19 +103,41 @@ def choose(place: Place, times: Callable[[list[Entry]], dict[Entry, float]]) -> 
 
     ``times`` leaves out candidates that cannot run. The best few have a second round.
     """
-    before = entry_at(place)
+    before = chosen = entry_at(place)
+    try:
+        chosen = _fastest(place, before, times)
+    finally:  # interrupted too
+        put(place, chosen)
+    return chosen
+
+
+def _fastest(
+    place: Place, before: Entry, times: Callable[[list[Entry]], dict[Entry, float]]
+) -> Entry:
     found = times(candidates(before))
     put(place, before)
     ahead = sorted(found, key=lambda entry: found[entry])[:FINALISTS]
     finals = dict.fromkeys([before, *ahead, *(entry for one in ahead for entry in capped(one))])
     found = times(list(finals))
-    put(place, before)
     if before not in found:
         return before
     best = min(found, key=lambda entry: found[entry])
-    if found[best] <= WORTH * found[before]:
-        put(place, best)
-    return entry_at(place)
+    return best if found[best] <= WORTH * found[before] else before
+
+
+def tunable(spec: CallSpec) -> list[Place]:
+    """The entries that calls of ``spec`` really use.
+
+    Raises:
+        ValueError: the specialised kernels run them whole; these have no tiles.
+    """
+    tables = {"forward"} if forward_of(spec) is forward else set()
+    if spec.differentiable and backward_of(spec) is backward:
+        tables |= {"token_gradient", "key_gradient"}
+    if not tables:
+        remedy = "There is nothing to tune."
+        fail("spec", "a call of the Hopper kernels", "one of the portable kernels", remedy)
+    return [place for place in places(spec) if place.table in tables]
 
 
 def random_call(spec: CallSpec) -> Call:
@@ -146,7 +163,8 @@ def tune(spec: CallSpec) -> list[tuple[Place, Entry]]:
         Every entry that changed.
 
     Raises:
-        ValueError: ``spec`` contradicts itself, or is fp32.
+        ValueError: ``spec`` contradicts itself, is fp32, or is a call of the Hopper kernels.
+        BackendRefused: a call that the backend does not claim.
         RuntimeError: there is no GPU.
     """
     spec = check_spec(spec)
@@ -159,6 +177,8 @@ def tune(spec: CallSpec) -> list[tuple[Place, Entry]]:
         )
     capability = device_capability(torch.device("cuda", torch.cuda.current_device()))
     spec = spec._replace(device_type="cuda", capability=capability)
+    check_claimed("spec", spec)
+    tuned = tunable(spec)
     call = random_call(spec)
     bounds = token_bounds(call)
     output, lse = forward(call, bounds)
@@ -195,7 +215,7 @@ def tune(spec: CallSpec) -> list[tuple[Place, Entry]]:
         }
 
     changed: list[tuple[Place, Entry]] = []
-    for place in places(spec):
+    for place in tuned:
         before = entry_at(place)
         after = choose(place, lambda entries, place=place: times(place, entries))
         if after != before:
@@ -223,8 +243,8 @@ def _is_entry(sizes: object) -> bool:
     if any(type(size) is not int for size in sizes):
         return False
     keys, warps, stages, *cap = sizes
-    powers = keys in (8, 16, 32, 64, 128, 256) and warps in (1, 2, 4, 8, 16)
-    return powers and 1 <= stages <= 8 and all(24 <= registers <= 255 for registers in cap)
+    powers = keys in (16, 32, 64, 128) and warps in (1, 2, 4, 8, 16)
+    return powers and 1 <= stages <= 4 and all(24 <= registers <= 255 for registers in cap)
 
 
 def load_tiles(path: str) -> int:
@@ -237,15 +257,21 @@ def load_tiles(path: str) -> int:
     """
     found: list[tuple[Place, Entry]] = []
     try:
-        for item in json.loads(Path(path).read_text()):
+        data = json.loads(Path(path).read_text())
+        if not isinstance(data, list):
+            raise TypeError(f"{a_kind(data)}, not a list")
+        for item in data:
             place = Place(*(item[field] for field in Place._fields))
+            if type(place.head_dim) is not int or type(place.rows) is not int:
+                raise TypeError(f"{quoted(place)} is no place")
             if not _is_entry(item["entry"]):
                 raise ValueError(f"{quoted(item['entry'])} is no tile")
             entry_at(place)
             found.append((place, tuple(item["entry"])))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        what = quoted(error)
         raise ValueError(
-            f"{path}: not tiles of csa_backend_triton: {error!r}; tune again with this version."
+            f"{path}: not tiles of csa_backend_triton: {what}; tune again with this version."
         ) from None
     for place, entry in found:
         put(place, entry)
@@ -275,7 +301,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m csa_backend_triton.tuner")
     parser.add_argument("--kind", choices=[kind.value for kind in Kind], default="gather")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
-    parser.add_argument("--heads", type=int, nargs="+", default=[64])
+    parser.add_argument("--heads", type=int, nargs="+", default=[16])
     parser.add_argument("--head-dim", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--window", type=int, default=128)
@@ -287,7 +313,7 @@ def main() -> None:
     try:
         check_writable(arguments.write)
         changed = [item for spec in _specs(arguments) for item in tune(spec)]
-    except (OSError, RuntimeError, ValueError) as error:
+    except (BackendRefused, OSError, RuntimeError, ValueError) as error:
         parser.error(str(error))
     for place, entry in changed:
         print(*place, "->", *entry)

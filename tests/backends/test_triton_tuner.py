@@ -20,6 +20,7 @@ from csa_backend_triton.tuner import (
     entry_at,
     put,
     save_tiles,
+    tunable,
     tune,
 )
 
@@ -130,6 +131,9 @@ def test_saved_tiles_take_effect_when_loaded(tmp_path: Path) -> None:
         {"entry": [32, 8, 2, 4]},
         {"entry": [32, 8, 2, 168, 168]},
         {"entry": "abc"},
+        {"entry": [8, 8, 2]},
+        {"entry": [32, 8, 5]},
+        {"head_dim": 128.0},
         {"table": 1},
     ],
 )
@@ -142,6 +146,55 @@ def test_other_files_are_refused_whole(tmp_path: Path, change: dict[str, object]
     with pytest.raises(ValueError, match="not tiles of csa_backend_triton"):
         load_tiles(str(path))
     assert entry_at(PLACE) == (64, 4, 3)
+
+
+@pytest.mark.parametrize("text", ["{}", '""', "[" * 3000, "[1]", "\0"])
+def test_a_file_of_no_tiles_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "tiles.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="not tiles of csa_backend_triton") as caught:
+        load_tiles(str(path))
+    assert len(str(caught.value)) < 400 + len(str(path))
+
+
+def test_an_interrupted_choice_leaves_the_table_as_it_was() -> None:
+    before = entry_at(PLACE)
+
+    def times(entries: list[Entry]) -> dict[Entry, float]:
+        put(PLACE, entries[-1])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        choose(PLACE, times)
+    assert entry_at(PLACE) == before
+
+
+def test_families_have_entries_of_their_own() -> None:
+    before = {kind: forward_tile(kind, 256, 64, False) for kind in (80, 86, 90, 100)}
+    place = Place("forward", "hopper", 256, 64)
+    shipped = entry_at(place)
+    put(place, (32, 4, 1))
+    after = {kind: forward_tile(kind, 256, 64, False) for kind in before}
+    put(place, shipped)
+    assert {kind for kind in before if before[kind] != after[kind]} == {90}
+
+
+def test_calls_of_the_hopper_kernels_are_not_tuned() -> None:
+    hopper = CallSpec(capability=90, needs_grad=(True,) * 4)
+    with pytest.raises(ValueError, match="spec is a call of the Hopper kernels"):
+        tunable(hopper)
+
+
+def test_loaded_tiles_reach_other_processes() -> None:
+    code = (
+        "from csa_backend_triton.tile_table import TABLES, forward_tile, take_tables\n"
+        "import pickle\n"
+        "tables = pickle.loads(pickle.dumps(TABLES))\n"
+        "tables['forward']['hopper'][128][16] = (32, 8, 1)\n"
+        "take_tables(tables)\n"
+        "assert forward_tile(90, 128, 16, False) == (16, 32, 8, 1, 0)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_tuning_needs_a_gpu_and_a_call_that_has_choices() -> None:

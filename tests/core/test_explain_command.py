@@ -132,6 +132,11 @@ def test_a_bad_option_is_named_and_exits_2(arguments: str, message: str):
         (CallSpec(window=2**63), f"window is {2**63}; it must be at most"),
         (CallSpec(tokens=10**5000), "tokens is an int of 16610 bits; it must be at most"),
         (CallSpec(kind=[10**5000]), "kind is too long to write out"),  # type: ignore[arg-type]
+        (CallSpec(device_type="cuda:0"), "device_type is 'cuda:0'; it must be a device type"),
+        (CallSpec(device_type="foo"), "device_type is 'foo'; it must be a device type"),
+        (CallSpec(capability=9999), "capability is 9999; it must be major"),
+        (CallSpec(heads=10**5000), "heads is an int of 16610 bits; it must be at most"),
+        (CallSpec(slots=2**63), f"slots is {2**63}; it must be at most {2**63 - 1}"),
         (CallSpec(sink="float16"), "sink is 'float16'; it must be none, float32 or bfloat16"),
         (
             CallSpec(kind=Kind.DENSE, compress_ratio=4, slots=5),
