@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from csa_backend_triton import compiling, warmup
+from csa_backend_triton import compiling, tile_table, warmup
 
 from csa_dispatch import BackendRefused, CallSpec
 
@@ -46,6 +46,18 @@ def test_specs_that_the_backend_does_not_claim_are_refused_with_its_reasons(chan
 def test_what_describes_no_calls_is_refused_by_name(arguments: Any, error, text):
     with pytest.raises(error, match=text):
         warmup(*arguments)
+
+
+def keys_of_a_tile(spec: CallSpec) -> int:
+    return tile_table.forward_tile(90, 128, 16, False).keys
+
+
+def test_processes_have_the_tiles_that_were_loaded(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compiling, "device_capability", lambda device: 90)
+    monkeypatch.setattr(compiling, "_count", keys_of_a_tile)
+    monkeypatch.setitem(tile_table.FORWARD["hopper"][128], 16, (32, 4, 2))
+    assert warmup([H100], workers=1) == 32
 
 
 def test_the_gpu_is_here_and_of_the_capability(monkeypatch):
