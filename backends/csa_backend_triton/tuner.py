@@ -21,7 +21,7 @@ from csa_dispatch.bench.suite import Effort
 from csa_dispatch.bench.timing import clock_for, spread, time_interleaved
 from csa_dispatch.call import Call, Kind, token_bounds
 from csa_dispatch.call_spec import CallSpec, check_spec, device_capability
-from csa_dispatch.parity.files import check_writable, write_atomically
+from csa_dispatch.parity.files import check_places, write_atomically
 from csa_dispatch.reasons import BackendRefused
 from csa_dispatch.validation import fail
 from csa_dispatch.wording import a_kind, quoted
@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("--write", help="file for load_tiles()")
     arguments = parser.parse_args()
     try:
-        check_writable(arguments.write)
+        check_places({"--write": arguments.write})
         changed = [item for spec in _specs(arguments) for item in tune(spec)]
     except (BackendRefused, OSError, RuntimeError, ValueError) as error:
         parser.error(str(error))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
@@ -16,8 +15,7 @@ from ..bench.results import BenchRun
 from ..bench.runner import run_suite
 from ..bench.suite import DIRECTIONS, load_suite
 from ..bench.table import render
-from ..parity.files import check_writable
-from ..wording import quoted
+from ..parity.files import check_places
 from .output import console, errors, usage_errors
 
 _WIDTH = 150
@@ -67,7 +65,7 @@ def bench(
             raise typer.BadParameter(f"{name!r} is not one of {words}", param_hint="--direction")
     with usage_errors():
         loaded = load_suite(suite)
-        _check_places(report, png)
+        check_places({"--report": report, "--png": png})
         title = f"bench {loaded.name}"
         with errors.status(Text(title)) as status:  # a str would be read as markup
 
@@ -95,20 +93,3 @@ def bench(
             write_png(run, png)
     if run.exit_code:
         raise typer.Exit(run.exit_code)
-
-
-def _check_places(report: str | None, png: str | None) -> None:
-    """Find out before the work whether its files can be written, each its own.
-
-    Raises:
-        ValueError: a place that is no file's name, or one for both.
-        OSError: a place that cannot be written to.
-    """
-    for option, path in (("--report", report), ("--png", png)):
-        if path == "-":
-            remedy = "Pass a file's name, or --json to print the report."
-            raise ValueError(f"{option} is '-'; it must be a file. {remedy}")
-    if report and png and os.path.realpath(report) == os.path.realpath(png):
-        required = "it must be another file than --report's"
-        raise ValueError(f"--png is {quoted(png)}; {required}. Pass two names.")
-    check_writable(report, png)

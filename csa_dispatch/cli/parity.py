@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..parity import console as screen
-from ..parity.files import check_writable
+from ..parity.files import check_places
 from ..parity.matrix import load_matrix
 from ..parity.report_html import write_html
 from ..parity.report_json import json_text, write_json
@@ -56,7 +56,7 @@ def parity(
         raise typer.BadParameter(f"{device!r} is not cpu or cuda", param_hint="--device")
     with usage_errors():
         loaded = load_matrix(matrix)
-        check_writable(report, junit, html)
+        check_places({"--report": report, "--junit": junit, "--html": html})
         with screen.progress(errors, f"parity {loaded.name}") as listener:
             run = run_matrix(
                 loaded,

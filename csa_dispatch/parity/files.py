@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+
+from csa_dispatch.wording import quoted
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
@@ -38,7 +41,7 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
 
 
 def check_writable(*paths: str | None) -> None:
-    """Find out before the work whether its reports can be written; None and "-" are no files.
+    """Find out before the work whether its reports can be written; None is no file.
 
     Missing folders are made.
 
@@ -46,7 +49,7 @@ def check_writable(*paths: str | None) -> None:
         OSError: naming the first place that cannot be written to.
     """
     for path in paths:
-        if path is None or path == "-":
+        if path is None:
             continue
         place = Path(path)
         if _is_special(place):
@@ -54,6 +57,27 @@ def check_writable(*paths: str | None) -> None:
         else:
             place.parent.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=place.parent).close()
+
+
+def check_places(places: Mapping[str, str | None]) -> None:
+    """``check_writable`` for a command's options, each of which needs a file of its own.
+
+    Raises:
+        ValueError: naming an option whose place is no file's name, or another option's.
+        OSError: naming the first place that cannot be written to.
+    """
+    taken: dict[str, str] = {}
+    for option, path in places.items():
+        if path is None:
+            continue
+        if path == "-":
+            remedy = "Pass the name of one."
+            raise ValueError(f"{option} is '-'; it must be a file. {remedy}")
+        other = taken.setdefault(os.path.realpath(path), option)
+        if other != option:
+            required = f"it must be another file than {other}'s"
+            raise ValueError(f"{option} is {quoted(path)}; {required}. Pass two names.")
+    check_writable(*places.values())
 
 
 def _is_special(place: Path) -> bool:

@@ -90,7 +90,7 @@ def test_files_are_written_and_the_table_is_shown(suite: Path, tmp_path: Path) -
         (("--device", "tpu"), "'tpu' is not cpu or cuda"),
         (("--suite", "nowhere.toml"), "nowhere.toml: no such file"),
         (("--direction", "both"), "no case to run (direction both)"),
-        (("--report", "-"), "--report is '-'; it must be a file. Pass a file's name, or --json"),
+        (("--report", "-"), "--report is '-'; it must be a file. Pass the name of one."),
         (("--png", "-"), "--png is '-'; it must be a file."),
     ],
 )

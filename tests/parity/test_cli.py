@@ -81,6 +81,8 @@ def test_a_failure_exits_1_and_still_writes_the_report(matrix: str, tmp_path: Pa
         (["--part", "0/2"], "part is 0/2; it must be i/n with i from 1 to n"),
         (["--matrix", "absent.toml"], "absent.toml: no such file"),
         (["--html", "/"], "Is a directory: '/'"),
+        (["--html", "-"], "--html is '-'; it must be a file. Pass the name of one."),
+        (["--html", "out/x", "--report", "out/../out/x"], "--html is 'out/x'; it must be another"),
     ],
 )
 def test_a_usage_error_exits_2_with_one_line(matrix: str, options: list[str], text: str):

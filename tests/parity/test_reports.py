@@ -295,7 +295,7 @@ def test_what_is_no_regular_file_is_written_to_and_not_replaced(tmp_path):
 
 
 def test_a_place_that_cannot_be_written_to_is_found_beforehand(tmp_path):
-    check_writable(None, "-", str(tmp_path / "new" / "report.json"))
+    check_writable(None, str(tmp_path / "new" / "report.json"))
     assert list((tmp_path / "new").iterdir()) == []
     (tmp_path / "file").touch()
     for bad in (str(tmp_path), str(tmp_path / "file" / "report.json")):
