@@ -78,6 +78,15 @@ def test_window_scores_are_kept_where_that_gains(
     assert keeps_window(operands_of(call, None)) == kept
 
 
+@pytest.mark.parametrize(("slots", "kept"), [(512, True), (4096, False)])
+def test_window_scores_are_not_kept_beside_thousands_of_slots(slots: int, kept: bool) -> None:
+    query = torch.empty(1, 128, 9, 512, dtype=torch.float16, device="meta")
+    local = query[:, :1]
+    indices = torch.empty(1, 9, slots, dtype=torch.int32, device="meta")
+    call = Call(query, local, local, indices, None, None, None, None, 128, None, 1.0)
+    assert keeps_window(operands_of(call, None)) == kept
+
+
 def test_bf16_of_128_from_kept_scores(device: str) -> None:
     case = Case(dtype="bfloat16", heads=8, head_dim=128, tokens=9, window=5, content="nan")
     result = check_case(case, backend_run(backend), device=device)
