@@ -10,7 +10,8 @@ from torch import Tensor
 from .operands import Operands
 
 WORKSPACE_BYTES = 480 << 20
-"""Most that a pool's fp32 sums and the buffers of one chunk of tokens take, beside delta."""
+"""Most that a pool's fp32 sums and the buffers of one chunk of tokens take, beside delta;
+where delta is large it leaves them less (``workspace``)."""
 
 CHUNK_BYTES = 352 << 20
 """Most that the buffers of one chunk of tokens take; larger ones gain nothing."""
@@ -56,10 +57,14 @@ def score_dtype(operands: Operands) -> torch.dtype:
     return torch.bfloat16 if is_bf16 else torch.float32
 
 
+def padded_heads(operands: Operands) -> int:
+    """Heads, rounded up to whole vectors."""
+    return -(-operands.call.query.shape[1] // 16) * 16
+
+
 def score_bytes(operands: Operands, places: int) -> int:
     """Of a token's P and dS."""
-    padded_heads = -(-operands.call.query.shape[1] // 16) * 16
-    return 2 * places * padded_heads * score_dtype(operands).itemsize
+    return 2 * places * padded_heads(operands) * score_dtype(operands).itemsize
 
 
 def kept_tokens(operands: Operands) -> int:
@@ -80,10 +85,9 @@ def allocate(
     window's scores are kept until the last token that reads a block of keys is done.
     """
     query = operands.call.query
-    batch, heads, tokens, head_dim = query.shape
+    batch, _, tokens, head_dim = query.shape
     dtype = score_dtype(operands)
     places = (operands.window if window else 0) + (operands.slots if slots else 0)
-    padded_heads = -(-heads // 16) * 16
     kept_bytes = score_bytes(operands, places)
     token_bytes = kept_bytes
     row_bytes = operands.kv_heads * head_dim * dtype.itemsize
@@ -96,6 +100,6 @@ def allocate(
     chunks = max(-(-batch * tokens // room), 1)
     chunk = max(-(-batch * tokens // chunks), 1)
     ring = min(chunk + kept, batch * tokens)
-    p = query.new_empty((ring, places, padded_heads), dtype=dtype)
+    p = query.new_empty((ring, places, padded_heads(operands)), dtype=dtype)
     used_end = query.new_empty(ring, dtype=torch.int32) if slots else None
     return Stored(p, torch.empty_like(p), used_end, window, chunk)
