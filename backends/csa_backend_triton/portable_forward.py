@@ -29,7 +29,11 @@ def forward(
     operands = operands_of(call, bounds)
     if tile is None:
         tile = forward_tile(
-            capability_of(query), head_dim, operands.wanted_rows(), operands.is_float32
+            capability_of(query),
+            head_dim,
+            operands.wanted_rows(),
+            operands.is_float32,
+            packed=not operands.tile_is_single(64),
         )
     single = operands.tile_is_single(tile.rows)
     launch(

@@ -10,8 +10,9 @@ The compile tests build every entry for every architecture.
 
 A bound that is no multiple of 16 is only for head dimensions that are none either. Triton tells
 strides apart by that alone, so it reads their rows element by element, not 16 bytes at a time, and
-keeps an address and a mask for each element. Where that is too much for a thread ptxas may give
-up: it then takes 32 registers and spills tens of kilobytes.
+keeps an address and a mask for each element. Such reads cannot run ahead, so a second stage gains
+nothing. Where the addresses are too many for a thread ptxas may give up: it then takes 32
+registers and spills tens of kilobytes.
 """
 
 from __future__ import annotations
@@ -44,20 +45,30 @@ def family(capability: int) -> str:
     return "163 KB" if capability in (80, 87) else "99 KB"
 
 
-def _but(table: Table, changes: Table) -> Table:
-    """A table of its own like another one, but for some head dimensions."""
-    return {bound: dict(entries) for bound, entries in (table | changes).items()}
-
-
 FORWARD: dict[str, Table] = {
     "hopper": {
-        64: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
+        63: {16: (32, 4, 1), 64: (32, 4, 1)},
+        64: {16: (128, 4, 2), 32: (128, 4, 2, 128), 64: (128, 4, 2, 128)},
+        127: {16: (32, 4, 1), 64: (32, 4, 1)},
         # Three programs a multiprocessor instead of two: the cap is worth a third at 64 rows.
-        128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 2, 168)},
+        128: {16: (128, 4, 2), 32: (128, 4, 2, 128), 64: (64, 4, 2, 168)},
+        255: {16: (32, 4, 1), 64: (32, 4, 1)},
+        256: {16: (64, 4, 2), 32: (64, 4, 2, 168), 64: (64, 4, 2)},
+        319: {16: (32, 4, 1), 32: (32, 4, 1), 64: (64, 8, 1)},
+        320: {16: (64, 4, 2), 32: (64, 4, 2, 168), 64: (64, 8, 2)},
+        383: {16: (32, 4, 1), 32: (32, 4, 1), 64: (32, 8, 1)},
+        384: {16: (64, 4, 2, 168), 32: (64, 4, 2), 64: (64, 8, 2)},
+        511: {16: (32, 4, 1), 32: (32, 4, 1), 64: (32, 8, 1)},
+        512: {16: (32, 4, 2, 128), 32: (64, 4, 2), 64: (64, 8, 2)},
+        575: {16: (32, 4, 1), 32: (32, 4, 1), 64: (32, 8, 1)},
+        576: {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 8, 2)},
+    },
+    "blackwell": {
+        64: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
+        128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
         256: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 8, 2)},
-        # A cap gains at 384 and 512, and loses a tenth at 320.
-        320: {16: (64, 4, 2), 32: (64, 8, 2), 64: (64, 8, 2)},
-        512: {16: (32, 4, 2, 128), 32: (64, 8, 2), 64: (64, 8, 2)},
+        320: {16: (64, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
+        512: {16: (64, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
         576: {16: (32, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
     },
     "163 KB": {
@@ -77,24 +88,50 @@ FORWARD: dict[str, Table] = {
         576: {16: (16, 4, 2), 32: (16, 4, 1)},
     },
 }
-FORWARD["blackwell"] = _but(
-    FORWARD["hopper"],
-    {
-        128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
-        320: {16: (64, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
-        512: {16: (64, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
-        576: {16: (32, 4, 2), 32: (32, 8, 2), 64: (32, 8, 2)},
+# Of tiles that hold several tokens' heads. Families without a table take the ones above.
+PACKED_FORWARD: dict[str, Table] = {
+    "hopper": {
+        63: {64: (64, 4, 1)},
+        64: {64: (64, 4, 2, 168)},
+        127: {64: (64, 4, 1)},
+        128: {64: (64, 4, 2, 168)},
+        191: {64: (32, 4, 1)},
+        192: {64: (32, 4, 3, 168)},
+        255: {64: (32, 4, 1)},
+        256: {128: (32, 8, 3)},
+        319: {64: (32, 8, 1)},
+        320: {64: (64, 8, 3)},
+        383: {64: (32, 8, 1)},
+        384: {64: (64, 8, 3)},
+        511: {64: (32, 8, 1)},
+        512: {64: (32, 8, 3)},
+        575: {64: (32, 8, 1)},
+        576: {64: (32, 8, 3)},
     },
-)
+}
 
 TOKEN_GRADIENT: dict[str, Table] = {
     "hopper": {
-        64: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
+        63: {16: (32, 4, 1), 32: (32, 4, 1), 64: (32, 4, 1)},
+        64: {16: (128, 4, 2), 32: (128, 4, 2, 128), 64: (64, 4, 1, 128)},
+        127: {16: (32, 4, 1), 32: (32, 4, 1), 64: (32, 4, 1)},
         # As in the forward; (64, 4, 2) without a cap is the measured alternative at 64 rows.
-        128: {16: (64, 4, 2), 32: (64, 4, 2), 64: (32, 4, 2, 168)},
+        128: {16: (128, 4, 2, 128), 32: (128, 4, 2, 168), 64: (32, 4, 2, 168)},
+        255: {16: (64, 4, 1), 32: (64, 4, 1), 64: (32, 4, 1)},
+        256: {16: (64, 4, 2, 128), 32: (64, 4, 2, 168), 64: (32, 4, 1)},
+        383: {16: (32, 4, 1), 32: (32, 4, 1), 64: (32, 8, 1)},
+        384: {16: (64, 4, 2, 168), 32: (64, 4, 2), 64: (64, 8, 1)},
+        511: {16: (32, 4, 1), 32: (32, 4, 1), 64: (32, 8, 1)},
+        512: {16: (32, 4, 2, 168), 32: (32, 4, 2), 64: (64, 8, 1)},
+        575: {16: (32, 4, 1), 32: (32, 4, 1), 64: (32, 8, 1)},
+        576: {16: (32, 4, 2, 168), 32: (32, 4, 2), 64: (64, 8, 1)},
+    },
+    "blackwell": {
+        64: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
+        128: {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 2)},
         256: {16: (32, 4, 2), 32: (32, 4, 2), 64: (64, 8, 2)},
-        512: {16: (32, 4, 2, 168), 32: (32, 8, 2), 64: (64, 8, 1)},
-        576: {16: (32, 4, 2), 32: (16, 8, 2), 64: (32, 8, 1)},
+        512: {16: (32, 4, 2), 32: (32, 8, 2), 64: (32, 8, 1)},
+        576: {16: (32, 4, 2), 32: (16, 8, 2), 64: (16, 8, 1)},
     },
     "163 KB": {
         64: {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 2)},
@@ -111,21 +148,28 @@ TOKEN_GRADIENT: dict[str, Table] = {
         576: {16: (16, 4, 1)},
     },
 }
-TOKEN_GRADIENT["blackwell"] = _but(
-    TOKEN_GRADIENT["hopper"],
-    {
-        128: {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 2)},
-        512: {16: (32, 4, 2), 32: (32, 8, 2), 64: (32, 8, 1)},
-        576: {16: (32, 4, 2), 32: (16, 8, 2), 64: (16, 8, 1)},
-    },
-)
-
 # Here ``rows`` are the queries a step and ``keys`` the key rows a program owns.
 KEY_GRADIENT: dict[str, Table] = {
     "hopper": {
+        63: {64: (64, 4, 1)},
+        64: {64: (64, 4, 2)},
+        127: {64: (64, 4, 1)},
+        128: {64: (64, 4, 2)},
+        255: {64: (64, 8, 1)},
+        256: {64: (32, 4, 2)},
+        383: {32: (32, 8, 1)},
+        384: {64: (32, 8, 2)},
+        511: {32: (32, 8, 1)},
+        512: {64: (32, 8, 1)},
+        575: {32: (32, 8, 1)},
+        576: {32: (32, 8, 2)},
+    },
+    "blackwell": {
         64: {64: (64, 4, 2)},
         128: {64: (64, 4, 2)},
         256: {64: (64, 8, 1)},
+        # ptxas gives up on 64 queries of such head dimensions.
+        511: {32: (32, 8, 1)},
         512: {64: (32, 8, 1)},
         576: {32: (32, 8, 1)},
     },
@@ -144,10 +188,12 @@ KEY_GRADIENT: dict[str, Table] = {
         576: {16: (16, 8, 1)},
     },
 }
-# ptxas gives up on 64 queries of such head dimensions.
-KEY_GRADIENT["blackwell"] = _but(KEY_GRADIENT["hopper"], {511: {32: (32, 8, 1)}})
-
-TABLES = {"forward": FORWARD, "token_gradient": TOKEN_GRADIENT, "key_gradient": KEY_GRADIENT}
+TABLES = {
+    "forward": FORWARD,
+    "packed_forward": PACKED_FORWARD,
+    "token_gradient": TOKEN_GRADIENT,
+    "key_gradient": KEY_GRADIENT,
+}
 """By the kernel they are for, less its ``_kernel``. fp32 has tables of its own, not tuned."""
 
 
@@ -158,24 +204,43 @@ def take_tables(tables: dict[str, dict[str, Table]]) -> None:
 
 
 # fp32 has no tensor-core form within its error budget: every product is fused multiply-adds.
-FLOAT32: dict[str, Table] = {
+FLOAT32: dict[str, dict[str, Table]] = {
     "forward": {
-        128: {16: (32, 4, 1), 32: (32, 4, 1)},
-        256: {16: (32, 4, 1)},
-        512: {16: (16, 8, 1)},
-        576: {16: (16, 8, 1)},
+        "hopper": {
+            128: {16: (32, 4, 1), 32: (32, 4, 1)},
+            256: {16: (32, 4, 1)},
+            576: {16: (16, 4, 1)},
+        },
+        "others": {
+            128: {16: (32, 4, 1), 32: (32, 4, 1)},
+            256: {16: (32, 4, 1)},
+            576: {16: (16, 8, 1)},
+        },
     },
     "token_gradient": {
-        128: {16: (32, 4, 1)},
-        256: {16: (16, 4, 1)},
-        512: {8: (16, 4, 1)},
-        576: {8: (16, 4, 1)},
+        "hopper": {
+            128: {16: (32, 4, 1)},
+            576: {16: (16, 4, 1)},
+        },
+        "others": {
+            128: {16: (32, 4, 1)},
+            256: {16: (16, 4, 1)},
+            576: {8: (16, 4, 1)},
+        },
     },
     "key_gradient": {
-        128: {16: (32, 4, 1)},
-        256: {16: (16, 4, 1)},
-        512: {16: (8, 4, 1)},
-        576: {16: (8, 4, 1)},
+        "hopper": {
+            128: {16: (32, 4, 1)},
+            256: {16: (16, 4, 1)},
+            384: {16: (16, 8, 1)},
+            576: {32: (16, 8, 1)},
+        },
+        "others": {
+            128: {16: (32, 4, 1)},
+            256: {16: (16, 8, 1)},
+            512: {16: (8, 4, 1)},
+            576: {16: (8, 16, 1)},
+        },
     },
 }
 
@@ -193,22 +258,33 @@ def _entry(table: Table, head_dim: int, rows: int) -> Tile:
     return Tile(chosen, *by_rows[chosen])
 
 
-def forward_tile(capability: int, head_dim: int, rows: int, float32: bool) -> Tile:
+def _table(name: str, capability: int, float32: bool) -> Table:
+    if float32:
+        return FLOAT32[name]["hopper" if family(capability) == "hopper" else "others"]
+    return TABLES[name][family(capability)]
+
+
+def forward_table(capability: int, packed: bool) -> str:
+    """The name in ``TABLES`` of the forward's table; ``packed`` if tiles hold several tokens."""
+    return "packed_forward" if packed and family(capability) in PACKED_FORWARD else "forward"
+
+
+def forward_tile(
+    capability: int, head_dim: int, rows: int, float32: bool, packed: bool = False
+) -> Tile:
     """Tile of ``forward_kernel`` for up to ``rows`` useful rows (heads, or heads and tokens)."""
-    table = FLOAT32["forward"] if float32 else FORWARD[family(capability)]
-    return _entry(table, head_dim, rows)
+    name = "forward" if float32 else forward_table(capability, packed)
+    return _entry(_table(name, capability, float32), head_dim, rows)
 
 
 def token_gradient_tile(capability: int, head_dim: int, rows: int, float32: bool) -> Tile:
     """Tile of ``token_gradient_kernel``, chosen like the forward's."""
-    table = FLOAT32["token_gradient"] if float32 else TOKEN_GRADIENT[family(capability)]
-    return _entry(table, head_dim, rows)
+    return _entry(_table("token_gradient", capability, float32), head_dim, rows)
 
 
 def key_gradient_tile(capability: int, head_dim: int, float32: bool) -> Tile:
     """Tile of ``key_gradient_kernel``: ``rows`` queries a step, ``keys`` owned key rows."""
-    table = FLOAT32["key_gradient"] if float32 else KEY_GRADIENT[family(capability)]
-    return _entry(table, head_dim, 16)
+    return _entry(_table("key_gradient", capability, float32), head_dim, 16)
 
 
 class SlotTile(NamedTuple):
@@ -226,12 +302,16 @@ def slot_rows_tile(capability: int, group: int, head_dim: int, element: int) -> 
     if element == 4:
         return SlotTile(64, 16, 16, 4, 1)
     narrow = family(capability) in ("163 KB", "99 KB")
+    hopper = family(capability) == "hopper"
     heads = next(size for size in (16, 32, 64, 128) if size >= min(group, 64 if narrow else 128))
-    if head_dim <= 128 and group <= heads and not narrow:
+    if head_dim <= 128 and group <= heads and not narrow and not hopper:
         return SlotTile(64 if head_dim <= 64 else 128, heads, 32, 4, 3)
-    slots = 32 if family(capability) == "hopper" and heads == 16 else 64
-    # A step holds all of a larger group's blocks of heads, so it cannot hold two stages.
-    return SlotTile(64 if head_dim <= 64 else 128, heads, slots, 4, 2 if group <= heads else 1)
+    slots = 32 if hopper and (heads == 16 or (heads == 32 and head_dim <= 128)) else 64
+    # A step holds all of a larger group's blocks of heads, so it cannot hold two stages. Nor
+    # does Hopper gain by the second one where it leaves room for fewer programs.
+    stages = 2 if group <= heads and not (hopper and heads >= 64) else 1
+    narrow_columns = head_dim <= 64 or (hopper and head_dim % 4 != 0)
+    return SlotTile(64 if narrow_columns else 128, heads, slots, 4, stages)
 
 
 class WindowTile(NamedTuple):
@@ -248,10 +328,15 @@ def window_rows_tile(capability: int, group: int, head_dim: int, element: int) -
     if element == 4:
         return WindowTile(64, 16, 4, 1)
     heads = next(size for size in (16, 32, 64) if size >= min(group, 64))
-    stages = 2 if family(capability) in ("163 KB", "99 KB") else 3
-    if family(capability) == "hopper" and heads == 16 and head_dim > 256:
-        return WindowTile(256, heads, 4, stages)
     # Where four columns cannot be stored at once, a thread has one column of all 64 heads and an
     # address for each: too many. Of half as many columns it has half the heads.
-    apart = heads == 64 and head_dim % 4 != 0 and family(capability) != "hopper"
-    return WindowTile(64 if head_dim <= 64 or apart else 128, heads, 4, stages)
+    columns = 64 if head_dim <= 64 or (heads == 64 and head_dim % 4 != 0) else 128
+    stages = 2 if family(capability) in ("163 KB", "99 KB") else 3
+    if family(capability) == "hopper":
+        if head_dim > 512:
+            columns = 64
+        elif head_dim > 256 and heads < 64:
+            columns = 256
+        if head_dim % 16 != 0 and heads < 64:
+            stages = 1
+    return WindowTile(columns, heads, 4, stages)

@@ -30,13 +30,15 @@ from .choice import backward_of, forward_of
 from .compiling import check_claimed, compile_spec, meta_call
 from .portable_backward import backward
 from .portable_forward import forward
-from .tile_table import TABLES, family, head_dim_class
+from .tile_table import TABLES, family, forward_table, head_dim_class
 
 WORTH = 0.98
 """A tile replaces the table's when it takes at most this share of its time."""
 
 FINALISTS = 3
 """Candidates that are measured again, as they are and with caps on registers."""
+
+FORWARD_TABLES = ("forward", "packed_forward")
 
 REGISTERS = 65536
 """Of a multiprocessor of any architecture that the kernels run on."""
@@ -71,6 +73,8 @@ def places(spec: CallSpec) -> list[Place]:
     found: dict[Place, None] = {}
     for kernel, constants, _ in compile_spec(spec, portable=True).kernels:
         name = kernel.removesuffix("_kernel")
+        if name == "forward":
+            name = forward_table(spec.capability, packed=not constants["SINGLE"])
         if name in TABLES:
             table = TABLES[name][family(spec.capability)]
             bound = head_dim_class(table, spec.head_dim)
@@ -131,7 +135,7 @@ def tunable(spec: CallSpec) -> list[Place]:
     Raises:
         ValueError: the specialised kernels run them whole; these have no tiles.
     """
-    tables = {"forward"} if forward_of(spec) is forward else set()
+    tables = set(FORWARD_TABLES) if forward_of(spec) is forward else set()
     if spec.differentiable and backward_of(spec) is backward:
         tables |= {"token_gradient", "key_gradient"}
     if not tables:
@@ -186,7 +190,7 @@ def tune(spec: CallSpec) -> list[tuple[Place, Entry]]:
     clock = clock_for(call.query.device, flush_l2=True)
 
     def run(place: Place) -> tuple[Tensor | None, ...]:
-        if place.table == "forward":
+        if place.table in FORWARD_TABLES:
             return forward(call, bounds)
         return backward(call, bounds, output, lse, upstream, spec.needs_grad, spec.deterministic)
 

@@ -90,16 +90,20 @@ def _calls() -> dict[str, CallSpec]:
         calls[f"dense-{size}-own-kv"] = dense._replace(heads=16, kv_heads=16)
         calls[f"window-{size}"] = base._replace(kind=Kind.WINDOW)
         calls[f"deterministic-{size}"] = base._replace(deterministic=True)
+    for size in (192, 384):
+        for heads in (16, 32, 64):
+            calls[f"gather-{size}-{heads}"] = BASE._replace(head_dim=size, heads=heads)
+        dense = BASE._replace(head_dim=size, heads=16, kind=Kind.DENSE, compress_ratio=4)
+        calls[f"dense-{size}-16"] = dense
     # Head dimensions that need masks and are no multiple of 16: rows are read element by element.
-    # Those of 264 and 500 are still written several columns at once, those of 257 are not.
-    for size in (257, 264):
+    # Where they are multiples of 4 they are still written several columns at once.
+    for size in (100, 200, 257, 264, 350, 500, 570):
         base = BASE._replace(head_dim=size)
         for heads in (16, 64):
             calls[f"gather-{size}-{heads}"] = base._replace(heads=heads)
             dense = base._replace(heads=heads, kind=Kind.DENSE, compress_ratio=4)
             calls[f"dense-{size}-{heads}"] = dense
             calls[f"window-{size}-{heads}"] = base._replace(heads=heads, kind=Kind.WINDOW)
-    calls["gather-500-64"] = BASE._replace(head_dim=500)
     calls["packed"] = BASE._replace(documents="cu_seqlens")
     calls["packed-dense"] = calls["dense-512"]._replace(documents="cu_seqlens")
     calls["heads-128"] = BASE._replace(heads=128)

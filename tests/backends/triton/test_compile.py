@@ -25,12 +25,10 @@ Triton 3.6; what later ones spill with the same tiles is only kept from growing.
 PACKED_SPILL_LIMIT = 4608 if OLDEST_TRITON else 8192
 """The same for tiles of several tokens, which hold a block's cleaned keys in registers too."""
 
-HOPPER_UNEVEN_SPILL_LIMIT = 32768
-"""The same on sm_90 for head dimensions that are no multiple of 16. Hopper's tiles are chosen by
-measurement, and those head dimensions were not measured. Their rows are read element by element,
-which takes many registers. ``key_gradient_kernel`` spills 28 KB at 264 columns and 31 KB at 257,
-where ptxas gives up and takes 32 registers; with 64 heads ``token_gradient_kernel`` and
-``window_rows_kernel`` spill 3 to 4 KB there and ``forward_kernel`` 5 KB at 500."""
+HOPPER_UNEVEN_SPILL_LIMIT = 5632
+"""The same on sm_90 for head dimensions that are no multiple of 16. Rows are read element by
+element there, which takes many registers, and Hopper's tiles are chosen by measurement: the
+fastest of 64 heads spill 3 to 5 KB at 350, 500 and 570 columns."""
 
 REDUCED = {
     80: ("gather-512-64", "gather-264-64"),
@@ -39,6 +37,7 @@ REDUCED = {
     90: (
         "gather-512-64",
         "gather-320-16",
+        "gather-570-64",
         "deterministic-128",
         "dense-512",
         "dense-512-own-kv",
