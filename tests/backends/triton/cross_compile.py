@@ -97,7 +97,7 @@ def _calls() -> dict[str, CallSpec]:
         calls[f"dense-{size}-16"] = dense
     # Head dimensions that need masks and are no multiple of 16: rows are read element by element.
     # Where they are multiples of 4 they are still written several columns at once.
-    for size in (100, 200, 257, 264, 350, 500, 570):
+    for size in (100, 150, 200, 257, 264, 350, 500, 570):
         base = BASE._replace(head_dim=size)
         for heads in (16, 64):
             calls[f"gather-{size}-{heads}"] = base._replace(heads=heads)

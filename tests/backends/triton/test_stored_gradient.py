@@ -60,19 +60,21 @@ def test_chunks_of_tokens_add_up(
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "dtype", "kept"),
+    ("head_dim", "heads", "dtype", "kept"),
     [
-        (512, torch.float32, True),
-        (128, torch.bfloat16, True),
-        (128, torch.float16, False),
-        (256, torch.bfloat16, False),
-        (96, torch.bfloat16, False),
+        (512, 64, torch.float32, True),
+        (128, 64, torch.bfloat16, True),
+        (128, 64, torch.float16, False),
+        (256, 64, torch.bfloat16, True),
+        (256, 32, torch.bfloat16, False),
+        (256, 64, torch.float16, False),
+        (96, 64, torch.bfloat16, False),
     ],
 )
 def test_window_scores_are_kept_where_that_gains(
-    head_dim: int, dtype: torch.dtype, kept: bool
+    head_dim: int, heads: int, dtype: torch.dtype, kept: bool
 ) -> None:
-    query = torch.empty(1, 64, 9, head_dim, dtype=dtype, device="meta")
+    query = torch.empty(1, heads, 9, head_dim, dtype=dtype, device="meta")
     local = query[:, :1]
     call = Call(query, local, None, None, None, None, None, None, 7, None, 1.0)
     assert keeps_window(operands_of(call, None)) == kept
@@ -87,8 +89,10 @@ def test_window_scores_are_not_kept_beside_thousands_of_slots(slots: int, kept: 
     assert keeps_window(operands_of(call, None)) == kept
 
 
-def test_bf16_of_128_from_kept_scores(device: str) -> None:
-    case = Case(dtype="bfloat16", heads=8, head_dim=128, tokens=9, window=5, content="nan")
+@pytest.mark.parametrize(("head_dim", "heads"), [(128, 8), (192, 33)])
+def test_bf16_from_kept_scores(head_dim: int, heads: int, device: str) -> None:
+    sizes = {"head_dim": head_dim, "heads": heads}
+    case = Case(dtype="bfloat16", tokens=9, window=5, content="nan", **sizes)
     result = check_case(case, backend_run(backend), device=device)
     assert result.status == "pass", result.message
 
