@@ -128,7 +128,7 @@ def main() -> int:
         times = host_times(call, grad)
         shown = ", ".join(f"{title} {found:.0f}" for title, found in times.items())
         print(f"{name}: {launches} launches, host us: {shown}", flush=True)
-    # An exit while autograd's thread still drops the last step's graph aborts: pytorch/pytorch#38228.
+    # An exit while autograd's thread still drops the last graph aborts: pytorch/pytorch#38228.
     time.sleep(0.2)
     return 0
 
