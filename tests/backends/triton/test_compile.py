@@ -25,10 +25,10 @@ Triton 3.6; what later ones spill with the same tiles is only kept from growing.
 PACKED_SPILL_LIMIT = 4608 if OLDEST_TRITON else 8192
 """The same for tiles of several tokens, which hold a block's cleaned keys in registers too."""
 
-HOPPER_UNEVEN_SPILL_LIMIT = 5632
-"""The same on sm_90 for head dimensions that are no multiple of 16. Rows are read element by
-element there, which takes many registers, and Hopper's tiles are chosen by measurement: the
-fastest of 64 heads spill 3 to 5 KB at 350, 500 and 570 columns."""
+UNEVEN_SPILL_LIMIT = 5632 if OLDEST_TRITON else 8192
+"""The same for head dimensions that are no multiple of 16 where 64 rows of more than 320 columns
+are one tile, on sm_90, 100 and 103. Rows are read element by element there, which takes many
+registers. On an H200 the fastest tiles of 64 heads spill 3 to 5 KB at 350, 500 and 570 columns."""
 
 REDUCED = {
     80: ("gather-512-64", "gather-264-64"),
@@ -65,8 +65,9 @@ def compiled(capability: int, *names: str) -> list[dict[str, Any]]:
 
 def spill_limit(capability: int, constants: dict[str, Any]) -> int:
     limit = SPILL_LIMIT if constants.get("SINGLE") is not False else PACKED_SPILL_LIMIT
-    if capability == 90 and constants.get("D", 0) % 16:
-        return max(limit, HOPPER_UNEVEN_SPILL_LIMIT)
+    wide = constants.get("D", 0) > 320 and constants.get("ROWS") == 64
+    if capability in (90, 100, 103) and wide and constants["D"] % 16:
+        return max(limit, UNEVEN_SPILL_LIMIT)
     return limit
 
 
