@@ -89,6 +89,7 @@ FORWARD: dict[str, Table] = {
         576: {16: (16, 4, 2), 32: (16, 4, 1)},
     },
 }
+
 # Of tiles that hold several tokens' heads. Families without a table take the ones above.
 PACKED_FORWARD: dict[str, Table] = {
     "hopper": {
@@ -190,13 +191,15 @@ KEY_GRADIENT: dict[str, Table] = {
         576: {16: (16, 8, 1)},
     },
 }
+
 TABLES = {
     "forward": FORWARD,
     "packed_forward": PACKED_FORWARD,
     "token_gradient": TOKEN_GRADIENT,
     "key_gradient": KEY_GRADIENT,
 }
-"""By the kernel they are for, less its ``_kernel``. fp32 has tables of its own, not tuned."""
+"""By the kernel they are for, less its ``_kernel``. fp32 has tables of its own, which the tuner leaves
+alone."""
 
 
 def take_tables(tables: dict[str, dict[str, Table]]) -> None:
