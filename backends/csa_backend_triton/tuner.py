@@ -248,7 +248,8 @@ def _is_entry(sizes: object) -> bool:
         return False
     keys, warps, stages, *cap = sizes
     powers = keys in (16, 32, 64, 128) and warps in (1, 2, 4, 8, 16)
-    return powers and 1 <= stages <= 4 and all(24 <= registers <= 255 for registers in cap)
+    most = min(255, REGISTERS // (32 * warps)) if powers else 0
+    return powers and 1 <= stages <= 4 and all(24 <= registers <= most for registers in cap)
 
 
 def load_tiles(path: str) -> int:

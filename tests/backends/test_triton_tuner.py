@@ -142,6 +142,7 @@ def test_saved_tiles_take_effect_when_loaded(tmp_path: Path) -> None:
         {"entry": [32, 8, 0]},
         {"entry": [32, 8, 2, 4]},
         {"entry": [32, 8, 2, 168, 168]},
+        {"entry": [64, 16, 3, 255]},
         {"entry": "abc"},
         {"entry": [8, 8, 2]},
         {"entry": [32, 8, 5]},

@@ -97,13 +97,16 @@ def _calls() -> dict[str, CallSpec]:
         calls[f"dense-{size}-16"] = dense
     # Head dimensions that need masks and are no multiple of 16: rows are read element by element.
     # Where they are multiples of 4 they are still written several columns at once.
-    for size in (100, 150, 200, 257, 264, 350, 500, 570):
+    for size in (40, 100, 150, 200, 257, 264, 350, 500, 570):
         base = BASE._replace(head_dim=size)
-        for heads in (16, 64):
+        for heads in (16, 32, 64):
             calls[f"gather-{size}-{heads}"] = base._replace(heads=heads)
+        for heads in (16, 64):
             dense = base._replace(heads=heads, kind=Kind.DENSE, compress_ratio=4)
             calls[f"dense-{size}-{heads}"] = dense
             calls[f"window-{size}-{heads}"] = base._replace(heads=heads, kind=Kind.WINDOW)
+    for size in (500, 570):
+        calls[f"gather-{size}-128"] = BASE._replace(head_dim=size, heads=128)
     calls["packed"] = BASE._replace(documents="cu_seqlens")
     calls["packed-dense"] = calls["dense-512"]._replace(documents="cu_seqlens")
     calls["heads-128"] = BASE._replace(heads=128)
