@@ -198,8 +198,8 @@ TABLES = {
     "token_gradient": TOKEN_GRADIENT,
     "key_gradient": KEY_GRADIENT,
 }
-"""By the kernel they are for, less its ``_kernel``. fp32 has tables of its own, which the tuner leaves
-alone."""
+"""By the kernel they are for, less its ``_kernel``. fp32 has tables of its own, which the tuner
+leaves alone."""
 
 
 def take_tables(tables: dict[str, dict[str, Table]]) -> None:

@@ -83,6 +83,7 @@ def _cases() -> dict[str, CallSpec]:
             "heads": 128,
         }
         fields[f"{name} two KV heads"] = {**few, "kv_heads": 2}
+        fields[f"{name} 256 columns"] = {**few, "head_dim": 256}
         fields[f"{name} 4096 slots"] = {
             "capability": capability,
             "heads": 128,
