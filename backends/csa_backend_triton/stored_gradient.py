@@ -17,7 +17,7 @@ from .pool_rows import SORT_BYTES, PoolRows
 from .stored_scores import CHUNK_BYTES, WORKSPACE_BYTES, allocate
 from .tile_table import SlotTile, Tile, WindowTile
 from .upstream import Upstream, token_gradient
-from .window_rows import WindowRows
+from .window_rows import WindowRows, partial_bytes
 from .workspace import room
 
 
@@ -40,8 +40,9 @@ def stored_gradient(
     """
     operands = upstream.operands
     batch, heads, tokens, _ = operands.call.query.shape
-    sorting = SORT_BYTES if slots and deterministic else 0
-    workspace = room(workspace, sorting, batch, heads, tokens)
+    besides = SORT_BYTES if slots and deterministic else 0
+    besides += partial_bytes(operands) if window else 0
+    workspace = room(workspace, besides, batch, heads, tokens)
     grad_pool = None
     if slots and operands.pool is not None:
         grad_pool = operands.pool.new_empty(operands.pool.shape)

@@ -16,6 +16,12 @@ MAX_WINDOW = 512
 """Longer windows are recomputed: keeping their scores would fill the workspace."""
 
 
+def partial_bytes(operands: Operands) -> int:
+    """Most that partial sums of a chunk's key blocks take, with their sum: at least two of each."""
+    columns = 256  # of the widest ``window_rows_tile``
+    return programs_to_fill(operands.call.query) * WINDOW_KEYS * columns * 4 * 3 // 2
+
+
 def keeps_window(operands: Operands) -> bool:
     """Whether the window's gradient comes from stored scores rather than from new ones.
 
