@@ -17,7 +17,7 @@ MAX_WINDOW = 512
 
 
 def partial_bytes(operands: Operands) -> int:
-    """Most that partial sums of a chunk's key blocks take, with their sum: at least two of each."""
+    """Most that partial sums of a chunk's key blocks, two or more of each, take with their sum."""
     columns = 256  # of the widest ``window_rows_tile``
     return programs_to_fill(operands.call.query) * WINDOW_KEYS * columns * 4 * 3 // 2
 
