@@ -75,6 +75,7 @@ FORWARD: dict[str, Table] = {
     "163 KB": {
         64: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
         128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
+        255: {16: (64, 4, 2), 32: (64, 4, 2), 64: (32, 4, 2)},
         256: {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 8, 2)},
         # ptxas gives up on 32 keys of 64 rows. Eight warps would each do another's products again.
         319: {16: (32, 4, 2), 32: (32, 4, 2), 64: (16, 4, 2)},
@@ -321,8 +322,9 @@ def slot_rows_tile(capability: int, group: int, head_dim: int, element: int) -> 
     # A step holds all of a larger group's blocks of heads, so it cannot hold two stages. Nor
     # does Hopper gain by the second one where it leaves room for fewer programs.
     stages = 2 if group <= heads and not (hopper and heads >= 64) else 1
-    narrow_columns = head_dim <= 64 or (hopper and head_dim % 4 != 0)
-    return SlotTile(64 if narrow_columns else 128, heads, slots, 4, stages)
+    # Where four columns cannot be added at once, each has an address of its own.
+    columns = 64 if head_dim <= 64 or head_dim % 4 != 0 else 128
+    return SlotTile(columns, heads, slots, 4, stages)
 
 
 class WindowTile(NamedTuple):

@@ -27,7 +27,7 @@ PACKED_SPILL_LIMIT = 4608 if OLDEST_TRITON else 8192
 """The same for tiles of several tokens, which hold a block's cleaned keys in registers too."""
 
 UNEVEN_SPILL_LIMIT = 5632 if OLDEST_TRITON else 8192
-"""The same on sm_90, 100 and 103 for head dimensions that are no multiple of 16. Rows are read
+"""The same but on cards of 99 KB for head dimensions that are no multiple of 16. Rows are read
 element by element there, which takes many registers. On an H200 the fastest tiles of 64 heads
 spill 3 to 5 KB at 350, 500 and 570 columns, those of 32 heads 2 to 3 KB at 150 and 570."""
 
@@ -76,7 +76,7 @@ def compiled(capability: int, *names: str) -> list[dict[str, Any]]:
 
 def spill_limit(capability: int, constants: dict[str, Any]) -> int:
     limit = SPILL_LIMIT if constants.get("SINGLE") is not False else PACKED_SPILL_LIMIT
-    if capability in (90, 100, 103) and constants.get("D", 0) % 16:
+    if capability in (80, 90, 100, 103) and constants.get("D", 0) % 16:
         many = constants.get("GROUP", 0) > 64
         return max(limit, UNEVEN_MANY_SPILL_LIMIT if many else UNEVEN_SPILL_LIMIT)
     return limit
