@@ -313,15 +313,18 @@ def slot_rows_tile(capability: int, group: int, head_dim: int, element: int) -> 
     """Tile of ``slot_rows_kernel`` for inputs of ``element`` bytes."""
     if element == 4:
         return SlotTile(64, 16, 16, 4, 1)
-    narrow = family(capability) in ("163 KB", "99 KB")
-    hopper = family(capability) == "hopper"
-    heads = next(size for size in (16, 32, 64, 128) if size >= min(group, 64 if narrow else 128))
-    if head_dim <= 128 and group <= heads and not narrow and not hopper:
+    cards = family(capability)
+    most = 64 if cards in ("163 KB", "99 KB") else 128
+    heads = next(size for size in (16, 32, 64, 128) if size >= min(group, most))
+    if head_dim <= 128 and group <= heads and cards == "blackwell":
         return SlotTile(64 if head_dim <= 64 else 128, heads, 32, 4, 3)
-    slots = 32 if hopper and (heads == 16 or (heads == 32 and head_dim <= 128)) else 64
+    slots, stages = 64, 2
+    if cards == "hopper" and (heads == 16 or (heads == 32 and head_dim <= 128)):
+        slots = 32
     # A step holds all of a larger group's blocks of heads, so it cannot hold two stages. Nor
     # does Hopper gain by the second one where it leaves room for fewer programs.
-    stages = 2 if group <= heads and not (hopper and heads >= 64) else 1
+    if group > heads or (cards == "hopper" and heads >= 64):
+        stages = 1
     # Where four columns cannot be added at once, each has an address of its own.
     columns = 64 if head_dim <= 64 or head_dim % 4 != 0 else 128
     return SlotTile(columns, heads, slots, 4, stages)
